@@ -1,0 +1,107 @@
+"""Kernel coordinates and logical ones: forward on tensors, backward on what a kernel asks.
+
+A kernel sees a batch, query heads, KV heads and rows. The address says which logical sequence, head
+and query each of them is, so that rules, scores and membership keep speaking of logical things.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flexsparse.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Kernel coordinates are the logical ones."""
+
+    heads: int
+    kv_heads: int
+
+    @property
+    def key(self) -> str:
+        return f"identity/{self.heads}/{self.kv_heads}"
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head, logically."""
+        return self.heads // self.kv_heads
+
+    @property
+    def kernel_heads(self) -> tuple[int, int]:
+        """Query and KV heads as the kernel sees them."""
+        return self.heads, self.kv_heads
+
+    def kernel_batch(self, batch: int) -> int:
+        return batch
+
+    def pack(self, x: Tensor, name: str) -> Tensor:
+        """q, k or v as the kernel wants it; always a view."""
+        return x
+
+    def unpack(self, x: Tensor, batch: int) -> Tensor:
+        """An output ``[B, H, Q, …]`` of the kernel in logical axes."""
+        return x
+
+    def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        """Kernel indices -> sequence, query head, query, position of the key."""
+        return b, h, q, kv
+
+    def lists(self, x: Tensor, batch: int) -> Tensor:
+        """Something per logical head ``[B or 1, 1 | Hkv | Hq, …]`` -> per kernel list."""
+        if x.shape[1] in (1, self.heads):
+            return x
+        return x.repeat_interleave(self.heads // x.shape[1], 1)
+
+    def __str__(self) -> str:
+        return "heads as they are"
+
+
+@dataclass(frozen=True)
+class FoldedHeads(Identity):
+    """KV heads in the batch: a list per KV head is then shared by all query heads of its entry."""
+
+    @property
+    def key(self) -> str:
+        return f"folded/{self.heads}/{self.kv_heads}"
+
+    @property
+    def kernel_heads(self) -> tuple[int, int]:
+        return self.group, 1
+
+    def kernel_batch(self, batch: int) -> int:
+        return batch * self.kv_heads
+
+    def pack(self, x: Tensor, name: str) -> Tensor:
+        folded = (x.shape[0] * self.kv_heads, x.shape[1] // self.kv_heads, *x.shape[2:])
+        try:
+            return x.view(folded)
+        except RuntimeError:
+            raise LayoutError(
+                f"{name} with shape {list(x.shape)} and strides {list(x.stride())} cannot fold its KV "
+                "heads into the batch without a copy, as this plan does: make the plan from tensors "
+                "with these strides"
+            ) from None
+
+    def unpack(self, x: Tensor, batch: int) -> Tensor:
+        return x.reshape(batch, self.heads, *x.shape[2:])
+
+    def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        return b // self.kv_heads, b % self.kv_heads * self.group + h, q, kv
+
+    def lists(self, x: Tensor, batch: int) -> Tensor:
+        x = x.expand(batch, *x.shape[1:])
+        if x.shape[1] == 1:
+            x = x.expand(-1, self.kv_heads, *x.shape[2:])
+        # A list per KV head serves its whole group; a list per query head stays its own.
+        return x.reshape(batch * self.kv_heads, -1, *x.shape[2:])
+
+    def __str__(self) -> str:
+        return "KV heads folded into the batch"
+
+
+def folds_without_copy(x: Tensor) -> bool:
+    """Whether the heads of ``[B, H, …]`` merge with its batch as a view."""
+    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)

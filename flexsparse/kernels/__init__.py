@@ -1,0 +1,1 @@
+"""The conversion's kernels: what turns indices into occupancy, lists and membership."""

@@ -1,0 +1,174 @@
+"""What a rule or score holds: its numbers as tensors, its tensors where they are needed.
+
+A plain number inside a rule is a constant of the kernel: each new value would be a new compile.
+`lift` gives a copy of the rule whose numbers are 0-d tensors, so that a whole sweep runs one kernel.
+Closures are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATIC = "static"
+_INT32 = range(-(2**31), 2**31)
+
+
+def lift(mod: Any, *, closures: bool = True) -> Any:
+    """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks).
+
+    ``closures=False`` leaves plain functions as they are: a number there may steer Python.
+    """
+    if dataclasses.is_dataclass(mod) and not isinstance(mod, type):
+        return _copied(mod, lambda value: _lifted(value, closures))
+    if closures:
+        return _lifted(mod, closures)
+    return mod
+
+
+def moved(mod: Any, device: torch.device) -> Any:
+    """A copy of ``mod`` with every tensor on ``device``; the same tensors where they are there."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _copied(value, move)
+        return _rebuilt(value, move)
+
+    return move(mod)
+
+
+def _lifted(value: Any, closures: bool) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return torch.tensor(value, dtype=torch.int32 if value in _INT32 else torch.int64)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _copied(value, lambda v: _lifted(v, closures))
+    if closures:
+        return _rebuilt(value, lambda v: _lifted(v, closures))
+    return value
+
+
+def _copied(mod: Any, change: Callable[[Any], Any]) -> Any:
+    # Not dataclasses.replace: __init__ and __post_init__ judged the user's values, once.
+    static = {f.name for f in dataclasses.fields(mod) if f.metadata.get(STATIC)}
+    copy = object.__new__(type(mod))
+    for name, value in vars(mod).items():
+        object.__setattr__(copy, name, value if name in static else change(value))
+    return copy
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A function or partial that closes over changed values; anything else as it is."""
+    if isinstance(value, functools.partial):
+        return functools.partial(
+            _rebuilt(value.func, change),
+            *(change(a) for a in value.args),
+            **{k: change(v) for k, v in value.keywords.items()},
+        )
+    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
+        return value
+    filled = [_cell(c, change, value) for c in value.__closure__ or ()]
+    copy = FunctionType(
+        value.__code__,
+        value.__globals__,
+        value.__name__,
+        tuple(change(d) for d in value.__defaults__ or ()) or None,
+        tuple(filled),
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return copy
+
+
+def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> CellType:
+    try:
+        inside = cell.cell_contents
+    except ValueError:  # not bound yet, as in a function that names itself
+        return cell
+    return cell if inside is owner else CellType(change(inside))
+
+
+def held(mod: Any) -> tuple[object, ...]:
+    """What ``mod`` depends on, as a value that changes when any of it changes.
+
+    Tensors count by identity and version counter, numbers and strings by value, all else by
+    identity.
+    """
+    return tuple(_walk(mod, set()))
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[object]:
+    if isinstance(value, Tensor):
+        yield (id(value), value._version, value.requires_grad)
+        return
+    if isinstance(value, int | float | str | bool | type(None)):
+        yield value
+        return
+    yield id(value)
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for part in _parts(value):
+        yield from _walk(part, seen)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+        yield from value.__defaults__ or ()
+        for name in value.__code__.co_names:
+            read = value.__globals__.get(name)
+            if isinstance(read, Tensor | int | float | FunctionType):
+                yield read
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from vars(value).values()
+
+
+def describe(mod: Any) -> str:
+    """One line for reports, errors and test ids; tensors as dtype and shape, never their contents.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Doc:
+    ...     of: torch.Tensor
+    >>> describe(Doc(torch.zeros(256, dtype=torch.int64)))
+    'Doc(of=int64[256])'
+    """
+    if isinstance(mod, Tensor):
+        return f"{str(mod.dtype).removeprefix('torch.')}{list(mod.shape)}"
+    if isinstance(mod, functools.partial):
+        return describe(mod.func)
+    if (text := getattr(mod, "describe", None)) is not None and not isinstance(mod, type):
+        return str(text())
+    if dataclasses.is_dataclass(mod) and not isinstance(mod, type):
+        fields = (f"{f.name}={describe(getattr(mod, f.name))}" for f in dataclasses.fields(mod))
+        return f"{type(mod).__name__}({', '.join(fields)})"
+    if isinstance(mod, FunctionType):
+        code = mod.__code__
+        return f"{mod.__name__} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
+    return repr(mod) if isinstance(mod, int | float | str | bool) else type(mod).__name__

@@ -1,0 +1,214 @@
+"""What a kernel evaluates at each (query, key), as code apart from every tensor it reads.
+
+Rule, membership and fallback become one mask program, the score another. A program is known by its
+key: the same key is the same kernel, whatever the tensors hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsparse.address import Identity
+from flexsparse.grid import Grid
+from flexsparse.kernels import membership
+from flexsparse.rules import MaskMod, MaskRule, trace_rule
+from flexsparse.scores import ScoreMod, ScoreRule, trace_score
+from flexsparse.selection import Selection
+from flexsparse.tracing import Traced
+
+Offset = Literal["none", "shared", "batch"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """The form of a selection's membership words."""
+
+    batch: int
+    heads: int
+    q_block: int
+    kv_block: int
+
+    def holds(
+        self, words: Tensor, address: Identity, b: Tensor, h: Tensor, row: Tensor, kv: Tensor
+    ) -> Tensor:
+        sequence = b if self.batch > 1 else b - b
+        if self.heads == 1:
+            head = h - h
+        else:
+            per = address.heads // self.heads
+            head = h // per if per > 1 else h
+        return membership.test(words, sequence, head, _blocks(row, self.q_block), _blocks(kv, self.kv_block))
+
+
+def _blocks(index: Tensor, block: int) -> Tensor:
+    return index // block if block > 1 else index
+
+
+@dataclass(frozen=True, eq=False)
+class MaskProgram:
+    """rule & (member | fallback), in kernel coordinates."""
+
+    address: Identity
+    offset: Offset
+    rule: Traced | None
+    member: Member | None
+    reach: int | None
+
+    @property
+    def key(self) -> str:
+        rule = self.rule.kind if self.rule else None
+        text = f"{self.address.key}|{self.offset}|{rule}|{self.member}|{self.reach}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def uses_batch(self) -> bool:
+        return (
+            self.offset == "batch"
+            or bool(self.rule and "b" in self.rule.uses)
+            or bool(self.member and self.member.batch > 1)
+        )
+
+    @property
+    def uses_head(self) -> bool:
+        return bool(self.rule and "h" in self.rule.uses)
+
+    def tables(
+        self,
+        grid: Grid,
+        device: torch.device,
+        words: Tensor | None = None,
+        empty: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Every tensor that the code reads, in its order."""
+        found: list[Tensor] = []
+        if self.offset != "none":
+            found.append(offset_table(grid, self.offset, device))
+        if self.member is not None:
+            assert words is not None
+            found.append(words)
+        if self.reach is not None:
+            assert empty is not None
+            found.append(empty)
+        return found + (rule_tables(self.rule, device, dtype) if self.rule else [])
+
+    def mod(self, tables: Sequence[Tensor], *, base: bool = False) -> MaskMod:
+        """The mask_mod over ``tables``; ``base`` leaves the fallback out."""
+
+        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            rest = list(tables)
+            b, h, row, key = self.address.logical(b, h, q_idx, kv_idx)
+            position = row
+            if self.offset != "none":
+                position = row + offset_of(rest.pop(0), self.offset, b)
+            member = None
+            if self.member is not None:
+                member = self.member.holds(rest.pop(0), self.address, b, h, row, key)
+            if self.reach is not None:
+                table = rest.pop(0)
+                if not base:
+                    sequence = b if table.shape[0] > 1 else b - b
+                    head = h if table.shape[1] > 1 else h - h
+                    empty = torch.ops.aten.index.Tensor(table, [sequence, head, row])
+                    near = (position >= key) & (position - key < self.reach)
+                    member = (empty & near) if member is None else member | (empty & near)
+            allowed = self.rule.call(b, h, position, key, *rest) if self.rule else None
+            if member is None:
+                return (key == key) if allowed is None else allowed
+            return member if allowed is None else member & allowed
+
+        return mask
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreProgram:
+    """A score rule in kernel coordinates."""
+
+    address: Identity
+    offset: Offset
+    score: Traced
+
+    @property
+    def key(self) -> str:
+        text = f"{self.address.key}|{self.offset}|{self.score.kind}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def tables(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        found = [] if self.offset == "none" else [offset_table(grid, self.offset, device)]
+        return found + rule_tables(self.score, device, dtype)
+
+    def mod(self, tables: Sequence[Tensor]) -> ScoreMod:
+        def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            rest = list(tables)
+            b, h, row, key = self.address.logical(b, h, q_idx, kv_idx)
+            if self.offset != "none":
+                row = row + offset_of(rest.pop(0), self.offset, b)
+            return self.score.call(score, b, h, row, key, *rest)
+
+        return score
+
+
+def offset_kind(grid: Grid) -> Offset:
+    if grid.per_batch:
+        return "batch"
+    return "none" if isinstance(grid.q_offset, int) and grid.q_offset == 0 else "shared"
+
+
+def offset_table(grid: Grid, kind: Offset, device: torch.device) -> Tensor:
+    given = torch.as_tensor(grid.q_offset).to(device=device, dtype=torch.int32)
+    return given if kind == "batch" else given.reshape(())
+
+
+def offset_of(table: Tensor, kind: Offset, b: Tensor) -> Tensor:
+    return torch.ops.aten.index.Tensor(table, [b]) if kind == "batch" else table
+
+
+def rule_tables(traced: Traced, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of a rule where a kernel reads them; a plain number in the kernel's precision."""
+    found = []
+    for tensor in traced.tensors:
+        number = tensor.ndim == 0 and tensor.dtype == torch.float64 and not tensor.requires_grad
+        found.append(tensor.to(device=device, dtype=dtype) if number else tensor.to(device))
+    return found
+
+
+def mask_program(
+    address: Identity,
+    grid: Grid,
+    rule: MaskRule | None,
+    select: Selection | None,
+    reach: int | None,
+) -> MaskProgram:
+    member = None
+    if select is not None:
+        member = Member(select.indices.shape[0], select.heads, select.q_block, select.kv_block)
+    program = MaskProgram(
+        address=address,
+        offset=offset_kind(grid),
+        rule=None if rule is None else trace_rule(rule),
+        member=member,
+        reach=reach if select is not None else None,
+    )
+    PROGRAMS.setdefault(program.key, program)
+    return program
+
+
+def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> ScoreProgram | None:
+    if score is None:
+        return None
+    program = ScoreProgram(address, offset_kind(grid), trace_score(score))
+    PROGRAMS.setdefault(program.key, program)
+    return program
+
+
+# A custom operator carries strings and tensors only: it finds its programs here, by key. Entries are
+# code without tensors of a user, one for each kind of call, so the table stays small.
+PROGRAMS: dict[str, MaskProgram | ScoreProgram] = {}
+
+Mod = Callable[..., Tensor]

@@ -1,0 +1,91 @@
+"""The dense truth: every score in fp64, a mask in full, one softmax. Nothing optimised imports this."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsparse.grid import Grid
+from flexsparse.merge import Partial, with_sink
+from flexsparse.rules import MaskMod, as_rule
+from flexsparse.scores import ScoreMod, as_score
+from flexsparse.selection import Selection
+
+Fallback = Literal["self"] | tuple[Literal["local"], int] | None
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: MaskMod | None = None,
+    select: Selection | None = None,
+    score: ScoreMod | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    sink: Tensor | None = None,
+    fallback: Fallback = None,
+    rows: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Partial:
+    """Attention as its definition reads. Differentiable; memory grows with Q times S.
+
+    ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` -> out ``[B, Hq, Q, Dv]``, lse
+    ``[B, Hq, Q]``. ``rows`` (query indices ``[n]``) computes only those queries. ``dtype`` other
+    than fp64 gives the plain low-precision computation that errors are judged by.
+    """
+    grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
+    rows = torch.arange(grid.q_len, device=q.device) if rows is None else rows
+    seen = allowed(grid, q.shape[1], rule=rule, select=select, fallback=fallback, rows=rows)
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(dtype) for x in (q[:, :, rows], k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    # A key that no query sees may hold anything, and 0 times NaN is NaN.
+    hidden = ~seen.any(2)[..., None]
+    k, v = (x.masked_fill(hidden, 0) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if score is not None:
+        scores = as_score(score)(scores, *_indices(grid, q.shape[1], rows)).to(dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
+    lse = torch.where(seen.any(-1), lse, -torch.inf)
+    weights = (scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).exp()
+    part = Partial(weights @ v, lse)
+    return part if sink is None else with_sink(part, sink.to(dtype))
+
+
+def allowed(
+    grid: Grid,
+    heads: int,
+    *,
+    rule: MaskMod | None = None,
+    select: Selection | None = None,
+    fallback: Fallback = None,
+    rows: Tensor,
+) -> Tensor:
+    """bool ``[B, Hq, n, S]``: rule and selection, pair by pair, for the query indices ``rows``."""
+    b, h, position, key = _indices(grid, heads, rows)
+    shape = (grid.batch, heads, len(rows), grid.kv_len)
+    ruled = torch.ones(shape, dtype=torch.bool, device=rows.device)
+    if rule is not None:
+        ruled = ruled & as_rule(rule)(b, h, position, key)
+    if select is None:
+        return ruled
+    chosen = select.dense(rows)
+    chosen = chosen.expand(grid.batch, -1, -1, -1).repeat_interleave(heads // chosen.shape[1], 1)
+    seen = ruled & chosen
+    if fallback is not None:
+        reach = 1 if fallback == "self" else fallback[1]
+        near = (position - key >= 0) & (position - key < reach)
+        seen = torch.where(seen.any(-1, keepdim=True), seen, ruled & near)
+    return seen
+
+
+def _indices(grid: Grid, heads: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b = torch.arange(grid.batch, device=rows.device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=rows.device).view(1, -1, 1, 1)
+    position = grid.positions(rows.device)[:, rows].view(-1, 1, len(rows), 1)
+    return b, h, position, torch.arange(grid.kv_len, device=rows.device).view(1, 1, 1, -1)

@@ -1,0 +1,215 @@
+"""What may be seen: a mask_mod with parameters, and its algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError, RuleError
+from flexsparse.parameters import describe, lift, moved
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, trace
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRule:
+    """A mask_mod with parameters: write a frozen dataclass with ``__call__(b, h, q_idx, kv_idx)``.
+
+    The instance is the mask_mod: FlexAttention takes it as it is. ``q_idx`` and ``kv_idx`` are
+    positions, ``h`` is the query head; the result is a bool tensor, true where the pair may be
+    seen. Rules compose with ``&``, ``|`` and ``~``, also with plain functions. A rule that cannot
+    be fused is refused when it is made.
+
+    >>> band = MaskRule.of(lambda b, h, q, kv: (q - kv).abs() < 2)
+    >>> from flexsparse.viz import picture
+    >>> print(picture(band & ~MaskRule.of(lambda b, h, q, kv: kv == 1), 4))
+    #...
+    #.#.
+    ..##
+    ..##
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("__post_init__")
+        if own is not None and own is not MaskRule.__post_init__:
+
+            def judged(self: MaskRule) -> None:
+                own(self)
+                MaskRule.__post_init__(self)
+
+            cls.__post_init__ = judged  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        trace_rule(self)
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        raise RuleError(
+            f"{type(self).__name__} needs a method __call__(self, b, h, q_idx, kv_idx) that says "
+            "what may be seen"
+        )
+
+    @staticmethod
+    def of(mod: MaskMod) -> MaskRule:
+        """The rule of a plain mask_mod: a function, a lambda, or any callable of four arguments."""
+        return _operand(mod, "MaskRule.of")
+
+    def bind(self, device: torch.device | str) -> Self:
+        """The copy that kernels see: numbers as 0-d tensors, tensors on ``device``."""
+        bound: Self = moved(lift(self), torch.device(device))
+        return bound
+
+    def __and__(self, other: MaskMod) -> MaskRule:
+        return And(self, _operand(other, "&"))
+
+    def __rand__(self, other: MaskMod) -> MaskRule:
+        return And(_operand(other, "&"), self)
+
+    def __or__(self, other: MaskMod) -> MaskRule:
+        return Or(self, _operand(other, "|"))
+
+    def __ror__(self, other: MaskMod) -> MaskRule:
+        return Or(_operand(other, "|"), self)
+
+    def __invert__(self) -> MaskRule:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            "a rule has no truth value: write a & b, a | b and ~a instead of and, or and not"
+        )
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Function(MaskRule):
+    """A plain mask_mod as a rule."""
+
+    mod: MaskMod
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.mod(b, h, q_idx, kv_idx)
+
+    def describe(self) -> str:
+        return describe(self.mod)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(MaskRule):
+    """What both rules allow."""
+
+    first: MaskRule
+    second: MaskRule
+
+    def __post_init__(self) -> None:
+        """Its parts were judged when they were made."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.first(b, h, q_idx, kv_idx) & self.second(b, h, q_idx, kv_idx)
+
+    def describe(self) -> str:
+        return f"{_grouped(self.first)} & {_grouped(self.second)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(MaskRule):
+    """What either rule allows."""
+
+    first: MaskRule
+    second: MaskRule
+
+    def __post_init__(self) -> None:
+        """Its parts were judged when they were made."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.first(b, h, q_idx, kv_idx) | self.second(b, h, q_idx, kv_idx)
+
+    def describe(self) -> str:
+        return f"{_grouped(self.first)} | {_grouped(self.second)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(MaskRule):
+    """What the rule forbids."""
+
+    rule: MaskRule
+
+    def __post_init__(self) -> None:
+        """Its part was judged when it was made."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~self.rule(b, h, q_idx, kv_idx)
+
+    def describe(self) -> str:
+        return f"~{_grouped(self.rule)}"
+
+
+def _grouped(rule: MaskRule) -> str:
+    text = describe(rule)
+    return f"({text})" if isinstance(rule, And | Or) else text
+
+
+def as_rule(value: object, argument: str = "rule") -> MaskRule | None:
+    """What was given as a rule, as a rule; refuses what belongs in another argument."""
+    if value is None or isinstance(value, MaskRule):
+        return value
+    if isinstance(value, Tensor):
+        raise ArgumentError(
+            f"{argument} must be a rule or a function of (b, h, q_idx, kv_idx), got a tensor "
+            f"{describe(value)}: capture it, such as lambda b, h, q, kv: mask[q, kv]"
+        )
+    if isinstance(value, type):
+        raise ArgumentError(
+            f"{argument} must be a rule, got the class {value.__name__}: make one, such as "
+            f"{value.__name__}(...)"
+        )
+    if not callable(value):
+        hint = (
+            ": pass its mask_mod as rule, and its blocks as a Selection"
+            if type(value).__name__ == "BlockMask"
+            else ""
+        )
+        raise ArgumentError(
+            f"{argument} must be a rule or a function of (b, h, q_idx, kv_idx), "
+            f"got {type(value).__name__}{hint}"
+        )
+    return Function(value)
+
+
+def _operand(value: object, sign: str) -> MaskRule:
+    rule = as_rule(value, f"the operand of {sign}")
+    if rule is None:
+        raise ArgumentError(f"the operand of {sign} must be a rule or a function, got None")
+    return rule
+
+
+
+def trace_rule(rule: MaskRule) -> Traced:
+    """The code of ``rule``, with its numbers as tensors wherever Python does not need them."""
+    return trace_lifted(rule, MASK_ARGUMENTS, f"rule {describe(rule)}")
+
+
+def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
+    """Traces a mod with its numbers as tensors; a closure's numbers stay where Python needs them."""
+    try:
+        return trace(lift(mod), arguments, name)
+    except RuleError as refusal:
+        try:
+            return trace(lift(mod, closures=False), arguments, name)
+        except RuleError:
+            pass
+        try:
+            trace(mod, arguments, name)
+        except RuleError as own:
+            raise own from None
+        raise RuleError(
+            f"{refusal}. It works with plain numbers: a field that steers Python needs "
+            'field(metadata={"static": True}), and is a kernel of its own for each value'
+        ) from None

@@ -1,0 +1,229 @@
+"""What is worth seeing: logical candidates as sets, one set a row of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError, SelectionError, ShapeError
+from flexsparse.kernels.dedupe import sorted_unique
+from flexsparse.shapes import ceil_div
+
+OutOfRange = Literal["error", "drop"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Selection:
+    """``indices [B, H, R, K]`` int32: row r's candidates, unique and rising, then -1.
+
+    Row r stands for the queries ``r * q_block …`` of this call's q tensor, candidate c for the
+    positions ``c * kv_block …``. H is 1 (shared by all heads), the number of KV heads, or the
+    number of query heads; B is 1 or the batch. Made by `from_indices`, an adapter, or a selector.
+
+    >>> s = Selection.from_indices(torch.tensor([[[[3, 1, 3, -1]]]]), kv_len=4, q_len=1)
+    >>> s.indices.tolist()
+    [[[[1, 3, -1, -1]]]]
+    """
+
+    indices: Tensor
+    q_len: int
+    kv_len: int
+    q_block: int = 1
+    kv_block: int = 1
+
+    @staticmethod
+    def from_indices(
+        indices: Tensor,
+        *,
+        kv_len: int,
+        q_len: int,
+        kv_block: int = 1,
+        q_block: int = 1,
+        out_of_range: OutOfRange = "error",
+    ) -> Selection:
+        """Any external top-k ``[B, H, R, K]``: any order, repeats, -1 for unused, int32 or int64.
+
+        An index outside the keys raises `SelectionError` with its batch, head, row and value;
+        ``out_of_range="drop"`` drops it instead (for holders whose convention is "at or past the
+        length means none"). The check reads the device once; inside torch.compile or a CUDA graph
+        it cannot, and ``"drop"`` must be said.
+        """
+        lengths = {"kv_len": kv_len, "q_len": q_len, "kv_block": kv_block, "q_block": q_block}
+        for name, value in lengths.items():
+            if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+                raise ArgumentError(f"{name} must be an int, got {value!r}")
+            if value < 1:
+                raise SelectionError(f"{name} must be at least 1, got {value}")
+        if out_of_range not in ("error", "drop"):
+            raise ArgumentError(f"out_of_range must be 'error' or 'drop', got {out_of_range!r}")
+        _check_form(indices, ceil_div(q_len, q_block))
+        candidates = ceil_div(kv_len, kv_block)
+        if indices.shape[-1] == 0:
+            indices = indices.new_full((*indices.shape[:3], 1), -1)
+        inside = (indices >= 0) & (indices < candidates)
+        if out_of_range == "error":
+            _refuse_outside(indices, inside, candidates)
+        unique = sorted_unique(indices, inside)
+        # A set of candidates cannot be larger than there are candidates.
+        width = max(1, min(unique.shape[-1], candidates))
+        return Selection(unique[..., :width].contiguous(), q_len, kv_len, q_block, kv_block)
+
+    @property
+    def heads(self) -> int:
+        return self.indices.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.indices.shape[2]
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates there are to choose from."""
+        return ceil_div(self.kv_len, self.kv_block)
+
+    @property
+    def counts(self) -> Tensor:
+        """``[B, H, R]``: how many candidates each row has."""
+        return (self.indices >= 0).sum(-1)
+
+    def blocks(self) -> Tensor:
+        """bool ``[B, H, R, candidates]``."""
+        chosen = torch.zeros(
+            (*self.indices.shape[:3], self.candidates + 1),
+            dtype=torch.bool,
+            device=self.indices.device,
+        )
+        slot = torch.where(self.indices < 0, self.candidates, self.indices).to(torch.int64)
+        return chosen.scatter_(-1, slot, True)[..., : self.candidates]
+
+    def dense(self, queries: Tensor | None = None) -> Tensor:
+        """bool ``[B, H, q_len, kv_len]``, or only the rows of the query indices given, ``[n]``."""
+        if queries is None:
+            queries = torch.arange(self.q_len, device=self.indices.device)
+        rows = Selection(
+            self.indices[:, :, queries // self.q_block], len(queries), self.kv_len, 1, self.kv_block
+        )
+        return rows.blocks().repeat_interleave(self.kv_block, -1)[..., : self.kv_len]
+
+    def to(self, device: torch.device | str) -> Selection:
+        return self._with(self.indices.to(device))
+
+    def refine(self, *, q_block: int, kv_block: int) -> Selection:
+        """The same pairs in smaller blocks, which must divide the present ones."""
+        if self.q_block % q_block or self.kv_block % kv_block:
+            raise SelectionError(
+                f"refine needs blocks that divide ({self.q_block}, {self.kv_block}), "
+                f"got ({q_block}, {kv_block})"
+            )
+        split = self.kv_block // kv_block
+        inner = torch.arange(split, device=self.indices.device)
+        fine = self.indices[..., None] * split + inner
+        total = ceil_div(self.kv_len, kv_block)
+        valid = (self.indices >= 0)[..., None] & (fine < total)
+        fine = torch.where(valid, fine, -1).flatten(-2).to(torch.int32)
+        rows = torch.arange(ceil_div(self.q_len, q_block), device=fine.device)
+        fine = fine[:, :, rows * q_block // self.q_block]
+        return Selection(fine, self.q_len, self.kv_len, q_block, kv_block)._sorted()
+
+    def union(self, other: Selection) -> Selection:
+        """Candidates of either."""
+        mine, theirs = _aligned(self, other)
+        return mine._with(torch.cat([mine.indices, theirs.indices], -1))._sorted()
+
+    def intersection(self, other: Selection) -> Selection:
+        """Candidates of both."""
+        mine, theirs = _aligned(self, other)
+        chosen = theirs.blocks()
+        slot = mine.indices.clamp(min=0).to(torch.int64)
+        kept = (mine.indices >= 0) & chosen.gather(-1, slot)
+        return mine._with(torch.where(kept, mine.indices, -1))._sorted()
+
+    __or__ = union
+    __and__ = intersection
+
+    def _sorted(self) -> Selection:
+        unique = sorted_unique(self.indices, self.indices >= 0)
+        return self._with(unique[..., : max(1, min(unique.shape[-1], self.candidates))].contiguous())
+
+    def _with(self, indices: Tensor) -> Selection:
+        return Selection(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
+
+    def __repr__(self) -> str:
+        b, h, r, k = self.indices.shape
+        return (
+            f"Selection([{b}, {h}, {r}, {k}] of {self.candidates} candidates, q_len={self.q_len}, "
+            f"kv_len={self.kv_len}, q_block={self.q_block}, kv_block={self.kv_block})"
+        )
+
+
+def _check_form(indices: Tensor, rows: int) -> None:
+    if not isinstance(indices, Tensor):
+        raise ArgumentError(f"indices must be a tensor [B, H, R, K], got {type(indices).__name__}")
+    shape = list(indices.shape)
+    if indices.dtype not in (torch.int32, torch.int64):
+        hint = ": a mask is a rule, lambda b, h, q, kv: mask[q, kv]" if indices.dtype == torch.bool else ""
+        raise ArgumentError(f"indices must be int32 or int64, got {indices.dtype}{hint}")
+    if indices.ndim == 3:
+        raise ShapeError(
+            f"indices must be [B, H, R, K], got three axes {shape}: for [B, S_q, k] shared by all "
+            "heads use adapters.dsa (or adapters.attn_gym)"
+        )
+    if indices.ndim != 4:
+        raise ShapeError(f"indices must be [B, H, R, K], got {indices.ndim} axes {shape}")
+    if indices.shape[2] != rows:
+        if indices.shape[1] == rows:
+            raise ShapeError(
+                f"indices must be [B, H, R, K] with R = {rows}, got {shape}: for [B, T, H_kv, K] use "
+                "adapters.nsa"
+            )
+        raise ShapeError(
+            f"indices must be [B, H, R, K] with R = ceil(q_len / q_block) = {rows}, got R = "
+            f"{indices.shape[2]} in {shape}"
+        )
+    if indices.shape[0] < 1 or indices.shape[1] < 1:
+        raise ShapeError(f"indices must have at least one batch and one head, got {shape}")
+
+
+def _refuse_outside(indices: Tensor, inside: Tensor, candidates: int) -> None:
+    if torch.compiler.is_compiling() or (
+        indices.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        raise SelectionError(
+            "out_of_range='error' reads indices on the host, which a compiled or captured region "
+            "cannot: say out_of_range='drop', or build the Selection outside"
+        )
+    outside = ~inside & (indices != -1)
+    if bool(outside.any()):
+        b, h, row, slot = (int(i) for i in outside.nonzero()[0])
+        raise SelectionError(
+            f"index {int(indices[b, h, row, slot])} at batch {b}, head {h}, row {row} lies outside "
+            f"the {candidates} candidates 0..{candidates - 1} (-1 means none): correct it, or say "
+            "out_of_range='drop'"
+        )
+
+
+def _aligned(a: Selection, b: Selection) -> tuple[Selection, Selection]:
+    """Both over the same blocks, heads and batch."""
+    if not isinstance(b, Selection):
+        raise ArgumentError(f"a Selection joins a Selection, got {type(b).__name__}")
+    if (a.q_len, a.kv_len) != (b.q_len, b.kv_len):
+        raise ShapeError(
+            f"selections over different lengths: q_len {a.q_len} and {b.q_len}, "
+            f"kv_len {a.kv_len} and {b.kv_len}"
+        )
+    blocks = {"q_block": min(a.q_block, b.q_block), "kv_block": min(a.kv_block, b.kv_block)}
+    a, b = a.refine(**blocks), b.refine(**blocks)
+    pair = []
+    for axis, name in ((0, "batch"), (1, "heads")):
+        sizes = (a.indices.shape[axis], b.indices.shape[axis])
+        if max(sizes) % min(sizes):
+            raise ShapeError(f"selections with {name} {sizes[0]} and {sizes[1]} do not combine")
+    for one in (a, b):
+        batch = max(a.indices.shape[0], b.indices.shape[0])
+        heads = max(a.heads, b.heads)
+        spread = one.indices.expand(batch, -1, -1, -1) if one.indices.shape[0] == 1 else one.indices
+        pair.append(one._with(spread.repeat_interleave(heads // one.heads, 1)))
+    return pair[0], pair[1]

@@ -1,0 +1,38 @@
+"""Axis letters bound to tensors at the door, so that later code can rely on them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError, ShapeError
+
+
+def axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """Binds each letter of ``name=(tensor, "b h q d")`` to one length, the same in every tensor.
+
+    >>> import torch
+    >>> axes(q=(torch.zeros(2, 4, 8), "b q d"), k=(torch.zeros(2, 6, 8), "b k d"))
+    {'b': 2, 'q': 4, 'd': 8, 'k': 6}
+    """
+    bound: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for name, (tensor, letters) in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{name} must be a tensor [{letters}], got {type(tensor).__name__}")
+        wanted = letters.split()
+        if tensor.ndim != len(wanted):
+            raise ShapeError(
+                f"{name} must have {len(wanted)} axes [{letters}], got shape {list(tensor.shape)}"
+            )
+        for letter, length in zip(wanted, tensor.shape, strict=True):
+            if bound.setdefault(letter, length) != length:
+                raise ShapeError(
+                    f"axis '{letter}' is {bound[letter]} in {owner[letter]} but {length} in {name} "
+                    f"(shape {list(tensor.shape)})"
+                )
+            owner.setdefault(letter, name)
+    return bound
+
+
+def ceil_div(length: int, block: int) -> int:
+    return -(-length // block)

@@ -1,0 +1,43 @@
+"""Rules and selections as text pictures."""
+
+from __future__ import annotations
+
+import torch
+
+from flexsparse.errors import ArgumentError
+from flexsparse.grid import Grid
+from flexsparse.rules import MaskMod, as_rule
+from flexsparse.selection import Selection
+
+
+def picture(
+    shown: MaskMod | Selection,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    b: int = 0,
+    h: int = 0,
+    q_offset: int | None = None,
+) -> str:
+    """``#`` where query (row) may see key (column) and ``.`` where not, for one batch and head.
+
+    >>> from flexsparse.masks import Causal
+    >>> print(picture(Causal(), 3, 5))
+    ###..
+    ####.
+    #####
+    """
+    if isinstance(shown, Selection):
+        allowed = shown.dense()[b % shown.indices.shape[0], h % shown.indices.shape[1]]
+        return _drawn(allowed)
+    rule = as_rule(shown, "what is shown")
+    if rule is None or q_len is None:
+        raise ArgumentError("picture needs a rule with a length, picture(rule, 16), or a Selection")
+    grid = Grid(q_len, kv_len or q_len, q_offset=q_offset)
+    at = torch.tensor
+    pairs = rule(at(b), at(h), grid.positions()[0][:, None], torch.arange(grid.kv_len)[None])
+    return _drawn(pairs.expand(grid.q_len, grid.kv_len))
+
+
+def _drawn(allowed: torch.Tensor) -> str:
+    return "\n".join("".join("#" if seen else "." for seen in row) for row in allowed.tolist())

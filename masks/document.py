@@ -1,0 +1,49 @@
+"""Document: packed sequences that do not see each other.
+
+Known as packing, jagged or varlen attention. Source: Krell et al., "Efficient Sequence Packing
+without Cross-contamination", 2021, https://arxiv.org/abs/2107.02027.
+
+>>> import torch
+>>> from flexsparse.viz import picture
+>>> print(picture(Document(torch.tensor([0, 0, 1, 1, 1, -1])), 6))
+##....
+##....
+..###.
+..###.
+..###.
+......
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError
+from flexsparse.rules import MaskRule
+
+
+@dataclass(frozen=True, eq=False)
+class Document(MaskRule):
+    """Only the keys of the query's own document.
+
+    ``document_of``: int ``[kv_len]`` or ``[B, kv_len]``, the document of each position. -1 is
+    padding, which neither sees nor is seen.
+    """
+
+    document_of: Tensor
+
+    def __post_init__(self) -> None:
+        ids = self.document_of
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise ArgumentError(f"Document document_of must be an int tensor, got {given}")
+        if ids.ndim not in (1, 2):
+            raise ArgumentError(
+                f"Document document_of must be [kv_len] or [B, kv_len], got {list(ids.shape)}"
+            )
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        ids = self.document_of
+        of_q, of_kv = (ids[q_idx], ids[kv_idx]) if ids.ndim == 1 else (ids[b, q_idx], ids[b, kv_idx])
+        return (of_q == of_kv) & (of_q >= 0)

@@ -1,0 +1,41 @@
+"""Right padding: sequences of several lengths in one batch, padded at the end.
+
+>>> import torch
+>>> from flexsparse.viz import picture
+>>> print(picture(RightPadding(torch.tensor([2])), 4))
+##..
+##..
+....
+....
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError
+from flexsparse.rules import MaskRule
+
+
+@dataclass(frozen=True, eq=False)
+class RightPadding(MaskRule):
+    """The first ``lengths[b]`` positions of each sequence; padding neither sees nor is seen.
+
+    ``lengths``: int tensor ``[B]``, in positions.
+    """
+
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        given = self.lengths
+        if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise ArgumentError(f"RightPadding lengths must be an int tensor [B], got {kind}")
+        if given.ndim != 1:
+            raise ArgumentError(f"RightPadding lengths must be [B], got shape {list(given.shape)}")
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        length = self.lengths[b]
+        return (kv_idx < length) & (q_idx < length)
+

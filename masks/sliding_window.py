@@ -1,0 +1,37 @@
+"""Sliding window: a query sees itself and the keys just before it.
+
+Source: Beltagy et al., "Longformer", 2020, 3.1, https://arxiv.org/abs/2004.05150 (its causal half).
+
+>>> from flexsparse.viz import picture
+>>> print(picture(SlidingWindow(size=3), 6))
+#.....
+##....
+###...
+.###..
+..###.
+...###
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError
+from flexsparse.rules import MaskRule
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingWindow(MaskRule):
+    """The last ``size`` keys, the query's own among them; causal by itself.
+
+    ``size=1`` is the diagonal. FlashAttention's ``window_size=(w, 0)`` is ``size=w + 1`` here.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ArgumentError(f"SlidingWindow size must be at least 1 key, got {self.size}")
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < self.size)

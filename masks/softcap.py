@@ -1,0 +1,33 @@
+"""Softcap: scores bent to stay within a cap.
+
+Source: Gemma Team, "Gemma 2", 2024, 2 (logit soft-capping), https://arxiv.org/abs/2408.00118.
+
+>>> import torch
+>>> zero = torch.tensor(0)
+>>> round(Softcap(2.0)(torch.tensor(100.0), zero, zero, zero, zero).item(), 4)
+2.0
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError
+from flexsparse.scores import ScoreRule
+
+
+@dataclass(frozen=True, eq=False)
+class Softcap(ScoreRule):
+    """``cap * tanh(score / cap)``. Masking comes after it, so that nothing hidden leaks through."""
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise ArgumentError(f"Softcap cap must be positive, got {self.cap}")
+
+    def __call__(
+        self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        return torch.tanh(score / self.cap) * self.cap
