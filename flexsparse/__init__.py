@@ -1,1 +1,37 @@
+"""flexsparse: programmable sparse attention, exact, fused and accounted for."""
 
+from flexsparse import adapters
+from flexsparse.attention import attention
+from flexsparse.errors import FlexSparseError
+from flexsparse.grid import Grid
+from flexsparse.layout import Layout, build_layout
+from flexsparse.merge import Partial, merge
+from flexsparse.plan import Plan, Result, make_plan
+from flexsparse.reference import reference
+from flexsparse.rules import MaskRule
+from flexsparse.scores import ScoreRule
+from flexsparse.selection import Selection
+from flexsparse.selectors.base import Selector
+from flexsparse.viz import picture
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FlexSparseError",
+    "Grid",
+    "Layout",
+    "MaskRule",
+    "Partial",
+    "Plan",
+    "Result",
+    "ScoreRule",
+    "Selection",
+    "Selector",
+    "adapters",
+    "attention",
+    "build_layout",
+    "make_plan",
+    "merge",
+    "picture",
+    "reference",
+]

@@ -63,6 +63,5 @@ def with_sink(part: Partial, sink: Tensor) -> Partial:
     logit = sink.to(part.lse.dtype)[None, :, None]
     # The share of the keys in the new denominator; 0 where nothing was seen.
     share = torch.sigmoid(part.lse - logit)
-    return Partial(
-        part.out * share[..., None].to(part.out.dtype), torch.logaddexp(part.lse, logit)
-    )
+    out = (part.out.to(share.dtype) * share[..., None]).to(part.out.dtype)
+    return Partial(out, torch.logaddexp(part.lse, logit))

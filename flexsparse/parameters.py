@@ -109,7 +109,7 @@ def held(mod: Any) -> tuple[object, ...]:
 
 def _walk(value: Any, seen: set[int]) -> Iterator[object]:
     if isinstance(value, Tensor):
-        yield (id(value), value._version, value.requires_grad)
+        yield (id(value), _version(value), value.requires_grad)
         return
     if isinstance(value, int | float | str | bool | type(None)):
         yield value
@@ -120,6 +120,11 @@ def _walk(value: Any, seen: set[int]) -> Iterator[object]:
     seen.add(id(value))
     for part in _parts(value):
         yield from _walk(part, seen)
+
+
+def _version(tensor: Tensor) -> int:
+    # A tensor made in inference mode keeps no count of its changes.
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -7,8 +7,8 @@ key: the same key is the same kernel, whatever the tensors hold.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -103,6 +103,7 @@ class MaskProgram:
 
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             rest = list(tables)
+            entry, lane = b, h
             b, h, row, key = self.address.logical(b, h, q_idx, kv_idx)
             position = row
             if self.offset != "none":
@@ -113,9 +114,10 @@ class MaskProgram:
             if self.reach is not None:
                 table = rest.pop(0)
                 if not base:
-                    sequence = b if table.shape[0] > 1 else b - b
-                    head = h if table.shape[1] > 1 else h - h
-                    empty = torch.ops.aten.index.Tensor(table, [sequence, head, row])
+                    # Who is empty is known per list, in kernel coordinates.
+                    at = [entry if table.shape[0] > 1 else entry - entry]
+                    at += [lane if table.shape[1] > 1 else lane - lane, q_idx]
+                    empty = torch.ops.aten.index.Tensor(table, at)
                     near = (position >= key) & (position - key < self.reach)
                     member = (empty & near) if member is None else member | (empty & near)
             allowed = self.rule.call(b, h, position, key, *rest) if self.rule else None
@@ -195,7 +197,7 @@ def mask_program(
         member=member,
         reach=reach if select is not None else None,
     )
-    PROGRAMS.setdefault(program.key, program)
+    _remember(program)
     return program
 
 
@@ -203,12 +205,32 @@ def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> Sco
     if score is None:
         return None
     program = ScoreProgram(address, offset_kind(grid), trace_score(score))
-    PROGRAMS.setdefault(program.key, program)
+    _remember(program)
     return program
 
 
 # A custom operator carries strings and tensors only: it finds its programs here, by key. Entries are
 # code without tensors of a user, one for each kind of call, so the table stays small.
-PROGRAMS: dict[str, MaskProgram | ScoreProgram] = {}
+_programs: dict[str, MaskProgram | ScoreProgram] = {}
 
-Mod = Callable[..., Tensor]
+
+def _remember(program: MaskProgram | ScoreProgram) -> None:
+    if program.key in _programs:
+        return
+    if isinstance(program, ScoreProgram):
+        _programs[program.key] = replace(program, score=program.score.bare())
+    else:
+        rule = None if program.rule is None else program.rule.bare()
+        _programs[program.key] = replace(program, rule=rule)
+
+
+def mask_of(key: str) -> MaskProgram:
+    program = _programs[key]
+    assert isinstance(program, MaskProgram)
+    return program
+
+
+def score_of(key: str) -> ScoreProgram | None:
+    program = _programs[key] if key else None
+    assert not isinstance(program, MaskProgram)
+    return program

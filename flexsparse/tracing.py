@@ -13,7 +13,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -50,12 +50,12 @@ class Traced:
     tensors: tuple[Tensor, ...]
     uses: frozenset[str]
     call: Callable[..., Tensor]
+    kind: str
+    """The same for all mods that can share a kernel."""
 
-    @property
-    def kind(self) -> str:
-        """The same for all mods that can share a kernel."""
-        layout = ";".join(f"{t.dtype}/{t.ndim}/{t.requires_grad}" for t in self.tensors)
-        return hashlib.sha256(f"{self.code}\n{layout}".encode()).hexdigest()[:16]
+    def bare(self) -> Traced:
+        """The code alone."""
+        return replace(self, tensors=())
 
 
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
@@ -78,12 +78,14 @@ def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Trace
     except _Refusal as refusal:
         raise RuleError(str(refusal)) from None
     source = recorder.source(arguments, variable)
+    forms = ";".join(f"{t.dtype}/{t.ndim}/{t.requires_grad}" for t in recorder.captured)
     return Traced(
         name=name,
         code=source,
         tensors=tuple(recorder.captured),
         uses=recorder.reach(variable) & frozenset(arguments),
         call=_compile_source(source),
+        kind=hashlib.sha256(f"{source}\n{forms}".encode()).hexdigest()[:16],
     )
 
 

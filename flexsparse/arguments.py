@@ -1,0 +1,141 @@
+"""The keywords that every door shares: what each may be, and a sentence for what it may not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsparse.errors import ArgumentError, BackendError, ShapeError
+from flexsparse.grid import Grid
+from flexsparse.selection import Selection
+from flexsparse.shapes import axes
+
+Empty = Literal["zero", "error"]
+Fallback = Literal["self"] | tuple[Literal["local"], int] | None
+
+# Below it there is no tensor-core product: a kernel of smaller tiles does not exist.
+SMALLEST_TILE = 16
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One batch, one head dim, one dtype, one device; Hq a multiple of Hkv."""
+    axes(q=(q, "b h q d"), k=(k, "b g s d"), v=(v, "b g s e"))
+    check_heads((q.shape[1], k.shape[1]))
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ShapeError(f"q is on {q.device} but {name} on {x.device}: move one of them")
+        if x.dtype != q.dtype:
+            raise ShapeError(
+                f"q is {q.dtype} but {name} {x.dtype}: cast one of them, or use torch.autocast"
+            )
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ShapeError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
+
+
+def check_heads(heads: Sequence[int]) -> tuple[int, int]:
+    if (
+        not isinstance(heads, Sequence)
+        or len(heads) != 2
+        or not all(isinstance(h, int) and h >= 1 for h in heads)
+    ):
+        raise ArgumentError(f"heads must be (query heads, KV heads), got {heads!r}")
+    q_heads, kv_heads = heads
+    if q_heads % kv_heads:
+        raise ShapeError(
+            f"{q_heads} query heads do not divide into groups over {kv_heads} KV heads: Hq must be a "
+            "multiple of Hkv"
+        )
+    return q_heads, kv_heads
+
+
+def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selection:
+    """A Selection that fits the call's lengths, batch and heads."""
+    if isinstance(select, Tensor):
+        raise ArgumentError(
+            f"select must be a Selection or a Selector, got a tensor {list(select.shape)}: wrap it "
+            "with Selection.from_indices or an adapter"
+        )
+    if not isinstance(select, Selection):
+        hint = ": a Selector needs q and k, use attention or make_plan" if hasattr(select, "select") else ""
+        raise ArgumentError(f"select must be a Selection, got {type(select).__name__}{hint}")
+    for name in ("q_len", "kv_len"):
+        if getattr(select, name) != getattr(grid, name):
+            raise ShapeError(
+                f"select has {name} {getattr(select, name)} but the call has {getattr(grid, name)}"
+            )
+    if select.indices.shape[0] not in (1, grid.batch):
+        raise ShapeError(
+            f"select has batch {select.indices.shape[0]} but the call has {grid.batch}: it must be 1 "
+            "or the same"
+        )
+    if select.heads not in (1, *heads):
+        raise ShapeError(
+            f"select has {select.heads} heads, but must have 1 (shared), {heads[1]} (per KV head) or "
+            f"{heads[0]} (per query head)"
+        )
+    return select
+
+
+def tile_size(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
+    """``n`` or ``(query, key)``, each at least 16."""
+    pair = (tile, tile) if isinstance(tile, int) else tile
+    if (
+        not isinstance(pair, Sequence)
+        or len(pair) != 2
+        or not all(isinstance(t, int) and not isinstance(t, bool) for t in pair)
+    ):
+        raise ArgumentError(f"{name} must be a size or (query size, key size), got {tile!r}")
+    if min(pair) < SMALLEST_TILE:
+        raise BackendError(
+            f"{name} must be at least {SMALLEST_TILE}, got {tile!r}: tensor cores multiply 16 rows at "
+            "a time, so no kernel has smaller tiles; finer candidates stay exact inside a larger tile"
+        )
+    return pair[0], pair[1]
+
+
+def check_fallback(fallback: Fallback) -> int | None:
+    """How many keys before and with its own an empty query gets; None without fallback."""
+    if fallback is None:
+        return None
+    if fallback == "self":
+        return 1
+    if isinstance(fallback, tuple) and len(fallback) == 2 and fallback[0] == "local":
+        if isinstance(fallback[1], int) and fallback[1] >= 1:
+            return fallback[1]
+    raise ArgumentError(f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}")
+
+
+def check_empty(empty: str) -> Empty:
+    if empty not in ("zero", "error"):
+        raise ArgumentError(f"empty must be 'zero' or 'error', got {empty!r}")
+    return "zero" if empty == "zero" else "error"
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ArgumentError(
+            f"scale must be a number, got {type(scale).__name__}: a learned scale is a score, "
+            "ScoreRule.of(lambda s, b, h, q, kv: s * scale)"
+        )
+    if not math.isfinite(scale):
+        raise ArgumentError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        given = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
+        raise ArgumentError(f"sink must be a float tensor [Hq], one logit a query head, got {given}")
+    if tuple(sink.shape) != (heads,):
+        raise ShapeError(f"sink must have shape [{heads}], one logit a query head, got {list(sink.shape)}")
+    if sink.device != device:
+        raise ShapeError(f"sink is on {sink.device} but q on {device}: move it")
+    return sink

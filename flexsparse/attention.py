@@ -1,0 +1,99 @@
+"""The front door."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from flexsparse.arguments import Empty, Fallback
+from flexsparse.parameters import held
+from flexsparse.layout import Layout
+from flexsparse.plan import BackendName, Pack, Plan, make_plan
+from flexsparse.rules import MaskMod
+from flexsparse.scores import ScoreMod
+from flexsparse.selection import Selection
+from flexsparse.selectors.base import Selector
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: MaskMod | None = None,
+    select: Selection | Selector | None = None,
+    score: ScoreMod | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    sink: Tensor | None = None,
+    fallback: Fallback = None,
+    empty: Empty = "zero",
+    sanitize: bool = False,
+    backend: BackendName = "auto",
+    pack: Pack | None = None,
+    tile: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the pairs that rule and selection both allow.
+
+    ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` -> out ``[B, Hq, Q, Dv]``, and with
+    ``return_lse`` also lse ``[B, Hq, Q]`` (natural log, fp32). A query that sees nothing gives 0 and
+    -inf. The plan of the last call with the same rule object, unchanged, is used again; to decide
+    once and run often, hold a plan of `make_plan`.
+
+    >>> import torch
+    >>> from flexsparse.masks import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 16)
+    >>> v = torch.arange(3.0).view(1, 1, 3, 1)
+    >>> attention(q, k, v, rule=Causal()).flatten().tolist()
+    [0.0, 0.5, 1.0]
+    """
+    options = {
+        "rule": rule, "select": select, "score": score, "scale": scale, "q_offset": q_offset,
+        "sink": sink, "fallback": fallback, "empty": empty, "sanitize": sanitize,
+        "backend": backend, "pack": pack, "tile": tile,
+    }  # fmt: skip
+    plan, layout = _planned(q, k, v, options)
+    result = plan.run(q, k, v, layout, return_lse=return_lse)
+    return result.out if result.lse is None else (result.out, result.lse)
+
+
+# The plans of the last few calls. A plan holds every object that its signature names, so an
+# identity in a signature cannot come to mean another object while the plan is here.
+_KEPT = 16
+_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Plan, Layout | None]:
+    """The plan of an earlier call with the same objects, unchanged, or a new one."""
+    signature = _signature(q, k, v, options)
+    plan = _plans.get(signature)
+    if plan is None:
+        plan = _plans[signature] = make_plan(q, k, v, **options)
+        if len(_plans) > _KEPT:
+            _plans.popitem(last=False)
+        return plan, plan.first
+    _plans.move_to_end(signature)
+    if plan.selector is not None:
+        return plan, plan.layout(plan.selector.select(q, k, plan.grid, plan.rule))
+    return plan, plan.first
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[object, ...]:
+    forms: list[object] = []
+    for x in (q, k, v):
+        if isinstance(x, Tensor):
+            forms.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+    mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(q.device.type)) if forms else ()
+    return (*forms, mode, held(options))

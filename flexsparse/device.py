@@ -1,0 +1,50 @@
+"""The box: where time goes, and what was compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class CompileCounter:
+    """Every kernel that was compiled in this process, by its kind."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def note(self, kind: str) -> None:
+        self.kinds.append(kind)
+
+    def __int__(self) -> int:
+        return len(self.kinds)
+
+
+compiles = CompileCounter()
+
+
+class Stages:
+    """Seconds spent in named stages: index, layout, kernel, movement.
+
+    On CUDA a stage waits for the device before and after, so that it counts its own work alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._wait()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

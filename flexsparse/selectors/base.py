@@ -1,0 +1,121 @@
+"""The protocol of a selector: score blocks of keys, keep the best that the rule reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsparse.address import Identity
+from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.errors import ArgumentError, SelectionError
+from flexsparse.grid import Grid
+from flexsparse.program import mask_program
+from flexsparse.rules import MaskMod, as_rule
+from flexsparse.selection import Selection
+
+Heads = Literal["shared", "kv", "query"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Selector:
+    """Keeps, for each row of ``q_block`` queries, the ``keep`` best blocks of ``block`` keys.
+
+    Write a frozen dataclass with ``score(q, k, grid) -> [B, H, R, C]``, higher is better, H one of
+    1, Hkv or Hq. The base class hides what the rule forbids to the whole row before the top-k, so
+    that no budget goes to the future; equal scores go to the lower index on every device; a row
+    with fewer blocks within reach has fewer candidates.
+    """
+
+    block: int = 64
+    keep: int = 16
+    q_block: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("block", "keep", "q_block"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(
+                    f"{type(self).__name__} {name} must be an int of at least 1, got {value!r}"
+                )
+
+    def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]`` -> how much each block is worth to each row."""
+        raise SelectionError(
+            f"{type(self).__name__} needs a method score(self, q, k, grid) -> [B, H, R, C], or its "
+            "own select"
+        )
+
+    @torch.no_grad()
+    def select(
+        self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None
+    ) -> Selection:
+        """The candidates of each row: unique, rising, within the rule's reach."""
+        score = self.score(q, k, grid)
+        rows, blocks = grid.shape(self.q_block, self.block)
+        allowed = {1, k.shape[1], q.shape[1]}
+        if score.ndim != 4 or score.shape[1] not in allowed or score.shape[2:] != (rows, blocks):
+            raise SelectionError(
+                f"{type(self).__name__}.score must return [B, H, {rows}, {blocks}] with H one of "
+                f"{sorted(allowed)}, got {list(score.shape)}"
+            )
+        reachable = self.within_reach(q, k, grid, rule, score.shape[1])
+        return self.best(score, reachable, grid)
+
+    def within_reach(
+        self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None, heads: int
+    ) -> Tensor:
+        """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key."""
+        address = Identity(q.shape[1], k.shape[1])
+        span = Span(grid.q_len, grid.kv_len, self.q_block, self.block)
+        program = mask_program(address, grid, as_rule(rule), None, None)
+        batch = grid.batch if program.uses_batch else 1
+        lanes = address.heads if program.uses_head else 1
+        tiles = every_tile(batch, lanes, span, q.device)
+        reached = cover(program.mod(program.tables(grid, q.device)), tiles, span).count > 0
+        reached = reached.view(batch, lanes, *span.tiles)
+        if lanes > heads:
+            # A list serves several query heads: it may hold what any of them may see.
+            reached = reached.unflatten(1, (heads, lanes // heads)).any(2)
+        return reached
+
+    def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
+        """The ``keep`` highest scores within reach, as a Selection."""
+        score = score.nan_to_num(nan=-torch.inf, posinf=torch.finfo(score.dtype).max)
+        score = score.masked_fill(~reachable, -torch.inf)
+        # torch.topk breaks ties as it likes; a stable sort keeps the lower index first.
+        value, index = score.sort(dim=-1, descending=True, stable=True)
+        keep = min(self.keep, score.shape[-1])
+        chosen = torch.where(value[..., :keep] > -torch.inf, index[..., :keep], -1)
+        return Selection.from_indices(
+            chosen,
+            kv_len=grid.kv_len,
+            q_len=grid.q_len,
+            kv_block=self.block,
+            q_block=self.q_block,
+            out_of_range="drop",
+        )
+
+
+def pooled(x: Tensor, block: int, fill: float) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, C, block, D]``, the last block filled up with ``fill``."""
+    missing = -x.shape[2] % block
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing), value=fill)
+    return x.unflatten(2, (-1, block))
+
+
+def per_list(x: Tensor, kv_heads: int, heads: Heads, how: Literal["max", "sum"]) -> Tensor:
+    """``[B, Hq, …]`` -> one entry a list: shared by all, one a KV head, or one a query head."""
+    if heads == "query":
+        return x
+    groups = x.unflatten(1, (1 if heads == "shared" else kv_heads, -1))
+    return groups.amax(2) if how == "max" else groups.sum(2)
+
+
+def check_sharing(name: str, heads: str) -> None:
+    if heads not in ("shared", "kv", "query"):
+        raise ArgumentError(f"{name} heads must be 'shared', 'kv' or 'query', got {heads!r}")
+
+
