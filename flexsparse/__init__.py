@@ -2,6 +2,7 @@
 
 from flexsparse import adapters
 from flexsparse.attention import attention
+from flexsparse.checking import Report, check
 from flexsparse.errors import FlexSparseError
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout, build_layout
@@ -23,6 +24,7 @@ __all__ = [
     "MaskRule",
     "Partial",
     "Plan",
+    "Report",
     "Result",
     "ScoreRule",
     "Selection",
@@ -30,6 +32,7 @@ __all__ = [
     "adapters",
     "attention",
     "build_layout",
+    "check",
     "make_plan",
     "merge",
     "picture",

@@ -60,7 +60,11 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
             "with Selection.from_indices or an adapter"
         )
     if not isinstance(select, Selection):
-        hint = ": a Selector needs q and k, use attention or make_plan" if hasattr(select, "select") else ""
+        hint = (
+            ": a Selector needs q and k, use attention or make_plan"
+            if hasattr(select, "select")
+            else ""
+        )
         raise ArgumentError(f"select must be a Selection, got {type(select).__name__}{hint}")
     for name in ("q_len", "kv_len"):
         if getattr(select, name) != getattr(grid, name):
@@ -106,7 +110,9 @@ def check_fallback(fallback: Fallback) -> int | None:
     if isinstance(fallback, tuple) and len(fallback) == 2 and fallback[0] == "local":
         if isinstance(fallback[1], int) and fallback[1] >= 1:
             return fallback[1]
-    raise ArgumentError(f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}")
+    raise ArgumentError(
+        f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}"
+    )
 
 
 def check_empty(empty: str) -> Empty:
@@ -133,9 +139,13 @@ def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> Tensor 
         return None
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         given = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
-        raise ArgumentError(f"sink must be a float tensor [Hq], one logit a query head, got {given}")
+        raise ArgumentError(
+            f"sink must be a float tensor [Hq], one logit a query head, got {given}"
+        )
     if tuple(sink.shape) != (heads,):
-        raise ShapeError(f"sink must have shape [{heads}], one logit a query head, got {list(sink.shape)}")
+        raise ShapeError(
+            f"sink must have shape [{heads}], one logit a query head, got {list(sink.shape)}"
+        )
     if sink.device != device:
         raise ShapeError(f"sink is on {sink.device} but q on {device}: move it")
     return sink

@@ -75,7 +75,9 @@ _KEPT = 16
 _plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Plan, Layout | None]:
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Plan, Layout | None]:
     """The plan of an earlier call with the same objects, unchanged, or a new one."""
     signature = _signature(q, k, v, options)
     plan = _plans.get(signature)

@@ -102,9 +102,7 @@ def count(layout: Layout) -> Budget:
     area = layout.block_size[0] * layout.block_size[1]
     tiles, full_tiles = int(visited.sum()), int(full.sum())
     pair_flops = 2 * (element.head_dim + element.v_head_dim)
-    tile_bytes = (
-        layout.block_size[1] * (element.head_dim + element.v_head_dim) * element.itemsize
-    )
+    tile_bytes = layout.block_size[1] * (element.head_dim + element.v_head_dim) * element.itemsize
     pairs = int(layout.logical_pairs)
     lists = Sharing(1, kv_heads, heads)
     group = visited.unflatten(1, (kv_heads, heads // kv_heads))

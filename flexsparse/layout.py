@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from flexsparse.budget import Budget
 
+
 @dataclass(frozen=True)
 class Element:
     """What one key costs: its head dims and the bytes of a number."""
@@ -138,7 +139,9 @@ class Layout:
             return None if x is None else x.to(device)
 
         tensors = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         return replace(
             self,
@@ -300,7 +303,10 @@ def _lists(program: MaskProgram, grid: Grid, occupied: Tensor | None) -> tuple[i
     own_batch = program.uses_batch or batch != grid.batch
     own_heads = program.uses_head
     if occupied is not None:
-        own_batch, own_heads = own_batch or occupied.shape[0] > 1, own_heads or occupied.shape[1] > 1
+        own_batch, own_heads = (
+            own_batch or occupied.shape[0] > 1,
+            own_heads or occupied.shape[1] > 1,
+        )
     return batch if own_batch else 1, heads if own_heads else 1
 
 
@@ -333,7 +339,9 @@ def _maps(
 def _rows(tiles: Tensor, queries: Tensor, lists: tuple[int, int], span: Span) -> Tensor:
     """bool ``[B, H, q_len]``: which queries see anything."""
     rows = span.tiles[0]
-    seen = torch.zeros((lists[0] * lists[1] * rows, span.q_tile), dtype=torch.int32, device=tiles.device)
+    seen = torch.zeros(
+        (lists[0] * lists[1] * rows, span.q_tile), dtype=torch.int32, device=tiles.device
+    )
     if len(tiles):
         b, h, r, _ = tiles.unbind(1)
         seen.index_add_(0, (b * lists[1] + h) * rows + r, queries.to(torch.int32))
@@ -345,7 +353,9 @@ def _keys(
 ) -> Tensor:
     """bool ``[B, Hkv, kv_len]`` in kernel coordinates: which keys anybody sees."""
     columns = span.tiles[1]
-    seen = torch.zeros((lists[0] * lists[1] * columns, span.kv_tile), dtype=torch.int32, device=tiles.device)
+    seen = torch.zeros(
+        (lists[0] * lists[1] * columns, span.kv_tile), dtype=torch.int32, device=tiles.device
+    )
     if len(tiles):
         b, h, _, c = tiles.unbind(1)
         seen.index_add_(0, (b * lists[1] + h) * columns + c, keys.to(torch.int32))
@@ -356,9 +366,7 @@ def _keys(
     return seen.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
 
 
-def _near(
-    empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span
-) -> Tensor:
+def _near(empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span) -> Tensor:
     """bool ``[B, H, R, C]``: tiles that hold the last ``reach`` keys of a query in ``empty``."""
     rows, columns = span.tiles
     position = grid.positions(empty.device)[:, None]
@@ -367,7 +375,9 @@ def _near(
     first = (position - reach + 1).clamp(min=0) // span.kv_tile
     last = position.clamp(max=span.kv_len - 1) // span.kv_tile
     row = torch.arange(span.q_len, device=empty.device) // span.q_tile
-    near = torch.zeros((*empty.shape[:2], rows * columns + 1), dtype=torch.bool, device=empty.device)
+    near = torch.zeros(
+        (*empty.shape[:2], rows * columns + 1), dtype=torch.bool, device=empty.device
+    )
     for step in range((reach - 2) // span.kv_tile + 2):
         column = first + step
         slot = torch.where(

@@ -36,7 +36,9 @@ def merge(parts: Sequence[Partial]) -> Partial:
         if not isinstance(part, Partial):
             raise ArgumentError(f"merge needs Partials, got {type(part).__name__} at place {i}")
         if part.lse is None:
-            raise ArgumentError(f"merge needs the lse of every part; place {i} has none: ask for it with return_lse=True")
+            raise ArgumentError(
+                f"merge needs the lse of every part; place {i} has none: ask for it with return_lse=True"
+            )
     named = {f"out{i}": (p.out, "b h q d") for i, p in enumerate(parts)}
     named |= {f"lse{i}": (p.lse, "b h q") for i, p in enumerate(parts)}
     axes(**named)

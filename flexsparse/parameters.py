@@ -76,18 +76,26 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             *(change(a) for a in value.args),
             **{k: change(v) for k, v in value.keywords.items()},
         )
-    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
+    if not isinstance(value, FunctionType):
         return value
     filled = [_cell(c, change, value) for c in value.__closure__ or ()]
     copy = FunctionType(
         value.__code__,
-        value.__globals__,
+        _globals(value, change),
         value.__name__,
         tuple(change(d) for d in value.__defaults__ or ()) or None,
         tuple(filled),
     )
     copy.__kwdefaults__ = value.__kwdefaults__
     return copy
+
+
+def _globals(function: FunctionType, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """What the function reads by name: in a notebook, its parameters are globals."""
+    names = function.__code__.co_names
+    read = {n: function.__globals__[n] for n in names if n in function.__globals__}
+    parameters = {n: change(x) for n, x in read.items() if isinstance(x, Tensor | int | float)}
+    return {**function.__globals__, **parameters} if parameters else function.__globals__
 
 
 def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> CellType:

@@ -165,9 +165,7 @@ class Plan:
             hidden = ~layout.seen_keys[..., None]
             packed[1:] = [x.masked_fill(hidden, 0) for x in packed[1:]]
         with torch.autocast(self.device.type, enabled=False):
-            work = Work(
-                *packed, layout, self.score_program, score_tables, self.scale, need_lse
-            )
+            work = Work(*packed, layout, self.score_program, score_tables, self.scale, need_lse)
             out, lse = backend.run(work)
             out = self.address.unpack(out, self.grid.batch)
             if lse is not None:
@@ -197,7 +195,9 @@ class Plan:
 
     def _refuse(self, backend: Backend, call: Call) -> None:
         if (why := backend.refuses(call)) is not None:
-            raise BackendError(f"backend {backend.name!r} cannot run this: {why}; use backend='tiles'")
+            raise BackendError(
+                f"backend {backend.name!r} cannot run this: {why}; use backend='tiles'"
+            )
         if backend is flex and flex.tile_for(self.tile, call) != self.tile:
             raise BackendError(
                 f"this plan has tiles of {self.tile[0]}x{self.tile[1]}, but FlexAttention's backward "
@@ -231,8 +231,8 @@ class Plan:
         lines = [
             f"Plan for {self.grid}, {q_heads} query and {kv_heads} KV heads of {head_dim}, "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
-            f"  rule     {describe(self.rule) if self.rule else 'none'}",
-            f"  score    {describe(self.score) if self.score else 'none'}",
+            f"  rule     {'none' if self.rule is None else describe(self.rule)}",
+            f"  score    {'none' if self.score is None else describe(self.score)}",
             f"  backend  {self.backend}, tiles of {self.tile[0]}x{self.tile[1]}, {self.address}",
         ]
         return "\n".join(lines + [f"  because  {why}" for why in self.reasons])
@@ -340,9 +340,7 @@ def _address(
 def _backend(name: str, call: Call, why: list[str]) -> Backend:
     if name != "auto":
         if name not in _BACKENDS:
-            raise BackendError(
-                f"backend must be one of auto, {', '.join(_BACKENDS)}, got {name!r}"
-            )
+            raise BackendError(f"backend must be one of auto, {', '.join(_BACKENDS)}, got {name!r}")
         backend = _BACKENDS[name]
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")

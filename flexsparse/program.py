@@ -43,7 +43,9 @@ class Member:
         else:
             per = address.heads // self.heads
             head = h // per if per > 1 else h
-        return membership.test(words, sequence, head, _blocks(row, self.q_block), _blocks(kv, self.kv_block))
+        return membership.test(
+            words, sequence, head, _blocks(row, self.q_block), _blocks(kv, self.kv_block)
+        )
 
 
 def _blocks(index: Tensor, block: int) -> Tensor:

@@ -190,7 +190,6 @@ def _operand(value: object, sign: str) -> MaskRule:
     return rule
 
 
-
 def trace_rule(rule: MaskRule) -> Traced:
     """The code of ``rule``, with its numbers as tensors wherever Python does not need them."""
     return trace_lifted(rule, MASK_ARGUMENTS, f"rule {describe(rule)}")

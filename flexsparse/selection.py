@@ -146,7 +146,9 @@ class Selection:
 
     def _sorted(self) -> Selection:
         unique = sorted_unique(self.indices, self.indices >= 0)
-        return self._with(unique[..., : max(1, min(unique.shape[-1], self.candidates))].contiguous())
+        return self._with(
+            unique[..., : max(1, min(unique.shape[-1], self.candidates))].contiguous()
+        )
 
     def _with(self, indices: Tensor) -> Selection:
         return Selection(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
@@ -164,7 +166,11 @@ def _check_form(indices: Tensor, rows: int) -> None:
         raise ArgumentError(f"indices must be a tensor [B, H, R, K], got {type(indices).__name__}")
     shape = list(indices.shape)
     if indices.dtype not in (torch.int32, torch.int64):
-        hint = ": a mask is a rule, lambda b, h, q, kv: mask[q, kv]" if indices.dtype == torch.bool else ""
+        hint = (
+            ": a mask is a rule, lambda b, h, q, kv: mask[q, kv]"
+            if indices.dtype == torch.bool
+            else ""
+        )
         raise ArgumentError(f"indices must be int32 or int64, got {indices.dtype}{hint}")
     if indices.ndim == 3:
         raise ShapeError(

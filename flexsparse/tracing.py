@@ -99,9 +99,7 @@ def check_arity(mod: Callable[..., Any], arguments: Sequence[str], name: str) ->
         parameters = inspect.signature(mod).parameters.values()
     except (TypeError, ValueError):
         return
-    positional = [
-        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
@@ -135,7 +133,9 @@ _REDUCED = _Fix(
     "a kernel sees one (query, key) pair at a time: precompute a boolean table, capture it, "
     "and index it, such as table[q_idx, kv_idx]; candidate lists belong in a Selection",
 )
-_MUTATED = _Fix("writes in place", "write m = m & other instead of m &= other, and keep no counters")
+_MUTATED = _Fix(
+    "writes in place", "write m = m & other instead of m &= other, and keep no counters"
+)
 _RANDOM = _Fix("draws random numbers", "draw a tensor once, capture it, and index it")
 _VALUE = _Fix(
     "asks for the value of a tensor",
@@ -174,7 +174,11 @@ class _NoValues(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if (fix := _READS_VALUE.get(func)) is not None:
             self.recorder.refuse(fix)
@@ -209,7 +213,11 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -265,7 +273,12 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "aten":
             if packet in ("aten.slice", "aten.select", "aten.narrow", "aten.unbind", "aten.split"):
                 self.refuse(_SLICED)
-            made = not flat and packet in ("aten.full", "aten.zeros", "aten.ones", "aten.scalar_tensor")
+            made = not flat and packet in (
+                "aten.full",
+                "aten.zeros",
+                "aten.ones",
+                "aten.scalar_tensor",
+            )
             like = packet in (
                 "aten._to_copy", "aten.clone", "aten.zeros_like", "aten.ones_like",
                 "aten.full_like", "aten.new_ones", "aten.new_zeros", "aten.new_full",
@@ -314,7 +327,11 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return f"[{', '.join(self._text(v) for v in value)}]"
         if isinstance(value, float):
-            return f"float({str(value)!r})" if value != value or abs(value) == float("inf") else repr(value)
+            return (
+                f"float({str(value)!r})"
+                if value != value or abs(value) == float("inf")
+                else repr(value)
+            )
         return str(value) if isinstance(value, torch.dtype) else repr(value)
 
     def result(self, value: Any, is_score: bool) -> str:
@@ -373,7 +390,9 @@ def _compile_source(source: str) -> Callable[..., Tensor]:
 
 
 def _is_view(func: Any) -> bool:
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+    return any(
+        a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments
+    )
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -45,5 +45,7 @@ class Document(MaskRule):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         ids = self.document_of
-        of_q, of_kv = (ids[q_idx], ids[kv_idx]) if ids.ndim == 1 else (ids[b, q_idx], ids[b, kv_idx])
+        of_q, of_kv = (
+            (ids[q_idx], ids[kv_idx]) if ids.ndim == 1 else (ids[b, q_idx], ids[b, kv_idx])
+        )
         return (of_q == of_kv) & (of_q >= 0)

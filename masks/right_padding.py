@@ -38,4 +38,3 @@ class RightPadding(MaskRule):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         length = self.lengths[b]
         return (kv_idx < length) & (q_idx < length)
-

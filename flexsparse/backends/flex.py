@@ -109,7 +109,9 @@ def _body(layout: Layout, work: Work) -> Kernel:
     return flex
 
 
-def _score_mod(score: ScoreProgram, tables: list[Tensor], split: list[str]) -> Callable[..., Tensor]:
+def _score_mod(
+    score: ScoreProgram, tables: list[Tensor], split: list[str]
+) -> Callable[..., Tensor]:
     """The score_mod over tables that torch can differentiate.
 
     torch sums a captured tensor's gradient where the tensor is indexed, once: a learned number is

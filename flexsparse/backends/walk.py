@@ -80,7 +80,9 @@ def _arange(n: int, like: Tensor) -> Tensor:
     return torch.arange(n, device=like.device, dtype=torch.int32)
 
 
-def steps(counts: Sequence[Tensor], indices: Sequence[Tensor], shape: tuple[int, int], area: int) -> Iterator[Tiles]:
+def steps(
+    counts: Sequence[Tensor], indices: Sequence[Tensor], shape: tuple[int, int], area: int
+) -> Iterator[Tiles]:
     """Step j of every row whose list has a j-th tile: partial lists first, then full ones."""
     for masked, count, index in zip((True, False), counts, indices, strict=True):
         flat_count = count.expand(*shape, -1).reshape(-1)

@@ -23,5 +23,7 @@ def expand(counts: Tensor, indices: Tensor) -> Tensor:
     used = torch.arange(columns, device=indices.device) < counts[..., None]
     # Unused slots write to a column of their own, which is then cut off.
     slot = torch.where(used, indices, columns).to(torch.int64)
-    present = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    present = torch.zeros(
+        (*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device
+    )
     return present.scatter_(-1, slot, True)[..., :columns]

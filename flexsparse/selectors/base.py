@@ -49,9 +49,7 @@ class Selector:
         )
 
     @torch.no_grad()
-    def select(
-        self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None
-    ) -> Selection:
+    def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
         score = self.score(q, k, grid)
         rows, blocks = grid.shape(self.q_block, self.block)
@@ -117,5 +115,3 @@ def per_list(x: Tensor, kv_heads: int, heads: Heads, how: Literal["max", "sum"])
 def check_sharing(name: str, heads: str) -> None:
     if heads not in ("shared", "kv", "query"):
         raise ArgumentError(f"{name} heads must be 'shared', 'kv' or 'query', got {heads!r}")
-
-

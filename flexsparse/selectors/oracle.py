@@ -30,9 +30,7 @@ class OracleTopK(Selector):
         check_sharing("OracleTopK", self.heads)
 
     @torch.no_grad()
-    def select(
-        self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None
-    ) -> Selection:
+    def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         mass = attention_mass(q, k, grid, rule, self.scale)
         mass = pooled(mass.mT, self.block, 0.0).sum(3).mT
         mass = pooled(mass, self.q_block, 0.0).sum(3)
