@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.arguments import check_selection
+from flexsparse.conditioning import term_sizes
 from flexsparse.errors import ArgumentError, CheckFailed
 from flexsparse.grid import Grid
 from flexsparse.merge import Partial
@@ -137,8 +138,19 @@ def check(
         # fp64 has nothing above it to be judged by: fp32's error, scaled down, stands for it.
         lower = torch.float32 if q.dtype == torch.float64 else q.dtype
         plain = _referenced(lower, inputs, learned, weights, sampled, common)
+        sizes = term_sizes(inputs, learned, weights, sampled, common)
     differences = tuple(
-        _difference(name, got[name], true[name], plain[name], sampled) for name in got
+        _difference(
+            name,
+            got[name],
+            true[name],
+            plain[name],
+            sizes[name],
+            # A kernel keeps lse in its own precision; all else passes through that of the inputs.
+            torch.finfo(got[name].dtype if name == "lse" else _coarser(q, got[name])).eps,
+            sampled,
+        )
+        for name in got
     )
     stage, detail = _first_stage(plan, q, sampled, common, differences)
     return Report(plan, differences, stage, detail, len(sampled))
@@ -218,15 +230,15 @@ def _referenced(
     return _quantities(part, None, leaves, learned, weights)
 
 
-def _difference(name: str, got: Tensor, true: Tensor, plain: Tensor, rows: Tensor) -> Difference:
+def _difference(
+    name: str, got: Tensor, true: Tensor, plain: Tensor, size: float, eps: float, rows: Tensor
+) -> Difference:
     off = _distance(got, true)
     plain_error = float(_distance(plain, true).max()) if plain.numel() else 0.0
     if got.dtype == torch.float64:
         plain_error *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    finite = true.masked_fill(~true.isfinite(), 0)
-    size = float(finite.abs().max()) if true.numel() else 0.0
-    # Rounding the exact answer alone costs eps * size.
-    budget = ALLOWANCE * (plain_error + torch.finfo(got.dtype).eps * size)
+    # One rounding of each term alone costs eps * size.
+    budget = ALLOWANCE * (plain_error + eps * size)
     if not off.numel():
         return Difference(name, 0.0, plain_error, budget, ())
     flat = int(off.argmax())
@@ -234,6 +246,10 @@ def _difference(name: str, got: Tensor, true: Tensor, plain: Tensor, rows: Tenso
     if name in ("out", "lse"):
         worst[2] = int(rows[worst[2]])
     return Difference(name, float(off.flatten()[flat]), plain_error, budget, tuple(worst))
+
+
+def _coarser(a: Tensor, b: Tensor) -> torch.dtype:
+    return max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -80,6 +80,11 @@ class MaskProgram:
     def uses_head(self) -> bool:
         return bool(self.rule and "h" in self.rule.uses)
 
+    @property
+    def gathers(self) -> int:
+        """Table entries read anew for each pair."""
+        return (self.rule.gathers if self.rule else 0) + (self.member is not None)
+
     def tables(
         self,
         grid: Grid,

@@ -48,7 +48,7 @@ def reference(
     k, v = (x.masked_fill(hidden, 0) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if score is not None:
-        scores = as_score(score)(scores, *_indices(grid, q.shape[1], rows)).to(dtype)
+        scores = as_score(score)(scores, *pair_indices(grid, q.shape[1], rows)).to(dtype)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
     lse = torch.where(seen.any(-1), lse, -torch.inf)
@@ -67,7 +67,7 @@ def allowed(
     rows: Tensor,
 ) -> Tensor:
     """bool ``[B, Hq, n, S]``: rule and selection, pair by pair, for the query indices ``rows``."""
-    b, h, position, key = _indices(grid, heads, rows)
+    b, h, position, key = pair_indices(grid, heads, rows)
     shape = (grid.batch, heads, len(rows), grid.kv_len)
     ruled = torch.ones(shape, dtype=torch.bool, device=rows.device)
     if rule is not None:
@@ -84,7 +84,8 @@ def allowed(
     return seen
 
 
-def _indices(grid: Grid, heads: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pair_indices(grid: Grid, heads: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequence, query head, position of the query and of the key; they broadcast to every pair."""
     b = torch.arange(grid.batch, device=rows.device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=rows.device).view(1, -1, 1, 1)
     position = grid.positions(rows.device)[:, rows].view(-1, 1, len(rows), 1)

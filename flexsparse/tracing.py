@@ -52,6 +52,8 @@ class Traced:
     call: Callable[..., Tensor]
     kind: str
     """The same for all mods that can share a kernel."""
+    gathers: int
+    """How many table entries are read anew for each (query, key) pair."""
 
     def bare(self) -> Traced:
         """The code alone."""
@@ -86,6 +88,7 @@ def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Trace
         uses=recorder.reach(variable) & frozenset(arguments),
         call=_compile_source(source),
         kind=hashlib.sha256(f"{source}\n{forms}".encode()).hexdigest()[:16],
+        gathers=recorder.gathers(variable),
     )
 
 
@@ -368,6 +371,14 @@ class _Recorder(TorchDispatchMode):
             if name in reached:
                 reached |= read
         return frozenset(reached)
+
+    def gathers(self, variable: str) -> int:
+        needed = self.reach(variable)
+        pair = {"q_idx", "kv_idx"}
+        return sum(
+            name in needed and ".index." in call and pair <= self.reach(name)
+            for name, call, _ in self.lines
+        )
 
     def source(self, arguments: Sequence[str], variable: str) -> str:
         needed = self.reach(variable)

@@ -76,7 +76,7 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
 def _body(layout: Layout, work: Work) -> Kernel:
     """The function to compile. It closes over decisions only; every tensor is an argument."""
     program, score, scale, want_lse = layout.program, work.score, work.scale, work.lse
-    block_size, options = layout.block_size, kernel_options(layout, work.q, work.k)
+    block_size, options = layout.block_size, _options(work)
     split = _split_scalars(work.score_tables)
 
     def flex(
@@ -142,11 +142,19 @@ def _split_scalars(tables: Any) -> list[str]:
     return forms
 
 
-def kernel_options(layout: Layout, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """What torch must be told about tiles that are not multiples of its own."""
+def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[str, Any]:
+    """What torch must be told about tiles that are not multiples of its own, and about tables.
+
+    Triton prefetches what a mod reads for each pair into shared memory, a word a pair and stage, and
+    torch's defaults do not reckon with it.
+    """
     if q.device.type == "cpu":
         return {}
     options: dict[str, Any] = {}
+    if gathers and q.shape[-1] <= 64:
+        options["fwd_BLOCK_N"] = 64
+    if gathers > 1:
+        options["num_stages"] = 2 if gathers == 2 else 1
     q_tile, kv_tile = layout.block_size
     if q_tile % TRAINING_TILE or kv_tile % TRAINING_TILE:
         wide = q.shape[-1] > 128 or q.dtype == torch.float32
@@ -157,9 +165,15 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor) -> dict[str, Any]:
         options["IS_DIVISIBLE"] = False
     group = q.shape[1] // k.shape[1]
     rows = 1 << (q.shape[2] * group - 1).bit_length()
-    if q.shape[2] < DECODE_ROWS and (options or rows > DECODE_ROWS or q_tile % DECODE_ROWS):
+    odd = "fwd_BLOCK_M" in options or "IS_DIVISIBLE" in options
+    if q.shape[2] < DECODE_ROWS and (odd or rows > DECODE_ROWS or q_tile % DECODE_ROWS):
         options["FORCE_USE_FLEX_ATTENTION"] = True
     return options
+
+
+def _options(work: Work) -> dict[str, Any]:
+    gathers = work.layout.program.gathers + (work.score.score.gathers if work.score else 0)
+    return kernel_options(work.layout, work.q, work.k, gathers)
 
 
 def _enter(work: Work, call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +212,7 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         work.lse,
         work.q.device,
         torch.is_grad_enabled(),
-        tuple(kernel_options(work.layout, work.q, work.k).items()),
+        tuple(_options(work).items()),
         tuple(_split_scalars(work.score_tables)),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous()) for t in tensors),
         tuple(work.q.shape[:2]),
