@@ -124,7 +124,7 @@ class MaskProgram:
                     # Who is empty is known per list, in kernel coordinates.
                     at = [entry if table.shape[0] > 1 else entry - entry]
                     at += [lane if table.shape[1] > 1 else lane - lane, q_idx]
-                    empty = torch.ops.aten.index.Tensor(table, at)
+                    empty = table[at[0], at[1], at[2]]
                     near = (position >= key) & (position - key < self.reach)
                     member = (empty & near) if member is None else member | (empty & near)
             allowed = self.rule.call(b, h, position, key, *rest) if self.rule else None
@@ -175,7 +175,7 @@ def offset_table(grid: Grid, kind: Offset, device: torch.device) -> Tensor:
 
 
 def offset_of(table: Tensor, kind: Offset, b: Tensor) -> Tensor:
-    return torch.ops.aten.index.Tensor(table, [b]) if kind == "batch" else table
+    return table[b] if kind == "batch" else table
 
 
 def rule_tables(traced: Traced, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

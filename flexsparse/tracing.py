@@ -228,15 +228,16 @@ class _Recorder(TorchDispatchMode):
         packet = str(func.overloadpacket)
         if packet == "aten.lift_fresh":
             return args[0]
-        if packet in ("aten.detach", "aten.alias"):
-            return args[0]
         if flat and constant and _is_view(func):
             # A view of captured tensors shares their memory: capture the view itself.
-            with _disable_current_modes():
+            with _disable_current_modes(), torch.enable_grad():
                 return func(*args, **kwargs)
         self._refuse(func, packet, args, flat)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
+        if packet == "aten.index" and args[0].requires_grad and id(args[0]) in self._names:
+            # FlexAttention sums the gradient of a captured tensor at one place only.
+            self._capture(args[0])
         inputs = [self._text(x) for x in args]
         keywords = [
             f"{k}={'device' if k == 'device' else self._text(v)}"
@@ -253,6 +254,10 @@ class _Recorder(TorchDispatchMode):
                 self.refuse(_REDUCED)
         variable = f"v{len(self.lines)}"
         call = f"torch.ops.{func}({', '.join(inputs + keywords)})"
+        if packet == "aten.index":
+            # As the user wrote it: FlexAttention differentiates a captured tensor where Python
+            # indexes it, and nowhere else.
+            call = f"{inputs[0]}{inputs[1]}"
         read = frozenset(n for x in flat if (n := self._names.get(id(x))))
         self.lines.append((variable, call, read))
         return self._named(result, variable)
@@ -283,7 +288,7 @@ class _Recorder(TorchDispatchMode):
                 "aten.scalar_tensor",
             )
             like = packet in (
-                "aten._to_copy", "aten.clone", "aten.zeros_like", "aten.ones_like",
+                "aten._to_copy", "aten.clone", "aten.detach", "aten.zeros_like", "aten.ones_like",
                 "aten.full_like", "aten.new_ones", "aten.new_zeros", "aten.new_full",
             )  # fmt: skip
             if made or like:
@@ -376,7 +381,7 @@ class _Recorder(TorchDispatchMode):
         needed = self.reach(variable)
         pair = {"q_idx", "kv_idx"}
         return sum(
-            name in needed and ".index." in call and pair <= self.reach(name)
+            name in needed and "[" in call.partition("(")[0] and pair <= self.reach(name)
             for name, call, _ in self.lines
         )
 

@@ -30,7 +30,7 @@ DECODE_ROWS = 128
 
 Kernel = Callable[..., Any]
 _kernels: dict[tuple[object, ...], Kernel] = {}
-_lengths: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+_first_sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
 
 
 def refuses(call: Call) -> str | None:
@@ -124,7 +124,7 @@ def _score_mod(
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         read = [
-            torch.ops.aten.index.Tensor(t, [h - h]) if form == "scalar" else t
+            t[h - h] if form == "scalar" else t
             for t, form in zip(given, split, strict=True)
         ]
         return score.mod(read)(s, b, h, q_idx, kv_idx)
@@ -215,23 +215,17 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         tuple(_options(work).items()),
         tuple(_split_scalars(work.score_tables)),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous()) for t in tensors),
-        tuple(work.q.shape[:2]),
-        tuple(work.k.shape[:2]),
-        work.q.shape[3],
-        work.v.shape[3],
+        *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
-    sizes = tuple(t.shape for t in tensors) + tuple(t.stride() for t in tensors)
+    sizes = tuple(n for t in tensors for n in t.shape)
+    first = _first_sizes.setdefault(kind, sizes)
+    varying: tuple[int, ...] = ()
     key: tuple[object, ...] = (*kind, sizes)
+    if work.q.device.type != "cpu" and sizes != first:
+        varying = tuple(i for i, n in enumerate(sizes) if n != first[i])
+        key = (*kind, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    lengths = _lengths.setdefault(kind, set())
-    dynamic = work.q.device.type != "cpu" and bool(lengths)
-    if dynamic:
-        # Sizes that are equal, or 1, are one symbol or none: each such pattern is its own kernel.
-        key = (*kind, _pattern(sizes))
-        if key in _kernels:
-            return _kernels[key], None
-    lengths.add(sizes)
     body = _body(work.layout, work)
     assert isinstance(body, types.FunctionType)
     # torch counts specialisations per code object, so each kernel gets one of its own.
@@ -242,15 +236,41 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         body.__defaults__,
         body.__closure__,
     )
-    _kernels[key] = torch.compile(own, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+    _kernels[key] = _marked(compiled, varying) if varying else compiled
     compiles.note(f"{work.layout.program.key}/{work.score.key if work.score else '-'}")
     return _kernels[key], key
 
 
-def _pattern(sizes: tuple[Any, ...]) -> tuple[object, ...]:
+def _pattern(sizes: list[int]) -> tuple[object, ...]:
+    """Which sizes are equal, or 1: torch makes each such pattern a kernel of its own."""
     order: dict[int, int] = {}
-    flat = [n for shape in sizes for n in shape]
-    return tuple(n if n in (0, 1) else order.setdefault(n, len(order) + 2) for n in flat)
+    return tuple(n if n in (0, 1) else order.setdefault(n, len(order) + 2) for n in sizes)
+
+
+def _marked(kernel: Kernel, varying: tuple[int, ...]) -> Kernel:
+    """``kernel`` told which sizes vary, counted through all tensors; the others are constants.
+
+    The mark goes on a view: the caller's own tensors carry none.
+    """
+
+    def marking(*call: Any) -> Any:
+        place = 0
+
+        def mark(t: Tensor | None) -> Tensor | None:
+            nonlocal place
+            if t is None:
+                return None
+            t = t.view_as(t)
+            for axis in range(t.ndim):
+                if place + axis in varying:
+                    torch._dynamo.maybe_mark_dynamic(t, axis)
+            place += t.ndim
+            return t
+
+        return kernel(*([mark(t) for t in x] if isinstance(x, list) else mark(x) for x in call))
+
+    return marking
 
 
 def _flat(call: tuple[Any, ...]) -> list[Tensor | None]:

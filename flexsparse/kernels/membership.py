@@ -32,5 +32,5 @@ def pack(indices: Tensor, candidates: int) -> Tensor:
 
 def test(words: Tensor, b: Tensor, h: Tensor, row: Tensor, candidate: Tensor) -> Tensor:
     """Whether ``candidate`` is one of ``row``'s, for index tensors that broadcast."""
-    word = torch.ops.aten.index.Tensor(words, [b, h, row // WORD, candidate])
+    word = words[b, h, row // WORD, candidate]
     return (torch.bitwise_right_shift(word, row % WORD) & 1) != 0
