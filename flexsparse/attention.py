@@ -79,6 +79,9 @@ def _planned(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Plan, Layout | None]:
     """The plan of an earlier call with the same objects, unchanged, or a new one."""
+    if torch.compiler.is_compiling():
+        plan = make_plan(q, k, v, **options)
+        return plan, plan.first
     signature = _signature(q, k, v, options)
     plan = _plans.get(signature)
     if plan is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 STATIC = "static"
+TRACE = "_traced"
 _INT32 = range(-(2**31), 2**31)
 
 
@@ -63,7 +64,7 @@ def _copied(mod: Any, change: Callable[[Any], Any]) -> Any:
     # Not dataclasses.replace: __init__ and __post_init__ judged the user's values, once.
     static = {f.name for f in dataclasses.fields(mod) if f.metadata.get(STATIC)}
     copy = object.__new__(type(mod))
-    for name, value in vars(mod).items():
+    for name, value in holdings(mod).items():
         object.__setattr__(copy, name, value if name in static else change(value))
     return copy
 
@@ -104,6 +105,11 @@ def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> 
     except ValueError:  # not bound yet, as in a function that names itself
         return cell
     return cell if inside is owner else CellType(change(inside))
+
+
+def holdings(mod: Any) -> dict[str, Any]:
+    """The attributes of ``mod`` that are its own, without its trace."""
+    return {name: value for name, value in vars(mod).items() if name != TRACE}
 
 
 def held(mod: Any) -> tuple[object, ...]:
@@ -159,7 +165,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.parameters()
         yield from value.buffers()
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from vars(value).values()
+        yield from holdings(value).values()
 
 
 def describe(mod: Any) -> str:

@@ -6,7 +6,6 @@ key: the same key is the same kernel, whatever the tensors hold.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -33,6 +32,10 @@ class Member:
     heads: int
     q_block: int
     kv_block: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.batch}.{self.heads}.{self.q_block}.{self.kv_block}"
 
     def holds(
         self, words: Tensor, address: Identity, b: Tensor, h: Tensor, row: Tensor, kv: Tensor
@@ -64,9 +67,9 @@ class MaskProgram:
 
     @property
     def key(self) -> str:
-        rule = self.rule.kind if self.rule else None
-        text = f"{self.address.key}|{self.offset}|{rule}|{self.member}|{self.reach}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        rule = self.rule.kind if self.rule else "any"
+        member = self.member.key if self.member else "all"
+        return f"{self.address.key}/{self.offset}/{rule}/{member}/{self.reach or 0}"
 
     @property
     def uses_batch(self) -> bool:
@@ -145,8 +148,7 @@ class ScoreProgram:
 
     @property
     def key(self) -> str:
-        text = f"{self.address.key}|{self.offset}|{self.score.kind}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{self.address.key}/{self.offset}/{self.score.kind}"
 
     def tables(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         found = [] if self.offset == "none" else [offset_table(grid, self.offset, device)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
-from flexsparse.parameters import describe, lift, moved
+from flexsparse.parameters import TRACE, describe, holdings, lift, moved
 from flexsparse.tracing import MASK_ARGUMENTS, Traced, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -78,6 +78,12 @@ class MaskRule:
 
     def __invert__(self) -> MaskRule:
         return Not(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return holdings(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def __bool__(self) -> bool:
         raise ArgumentError(
@@ -192,7 +198,25 @@ def _operand(value: object, sign: str) -> MaskRule:
 
 def trace_rule(rule: MaskRule) -> Traced:
     """The code of ``rule``, with its numbers as tensors wherever Python does not need them."""
-    return trace_lifted(rule, MASK_ARGUMENTS, f"rule {describe(rule)}")
+    return traced_once(rule, MASK_ARGUMENTS, "rule")
+
+
+def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
+    """The trace of a mod; inside torch.compile, where nothing can be traced, the last one made.
+
+    Outside it is made anew each time: a closure may have come to hold something else.
+    """
+    if torch.compiler.is_compiling():
+        traced = mod.__dict__.get(TRACE)
+        if traced is None:
+            raise RuleError(
+                f"a {slot} made or composed inside a compiled region cannot be traced there: make "
+                "it, and call attention or make_plan with it once, outside"
+            )
+        return traced
+    traced = trace_lifted(mod, arguments, f"{slot} {describe(mod)}")
+    object.__setattr__(mod, TRACE, traced)
+    return traced
 
 
 def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:

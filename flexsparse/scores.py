@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
-from flexsparse.parameters import describe, lift, moved
-from flexsparse.rules import MaskRule, trace_lifted
+from flexsparse.parameters import describe, holdings, lift, moved
+from flexsparse.rules import MaskRule, traced_once
 from flexsparse.tracing import SCORE_ARGUMENTS, Traced
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -67,6 +67,12 @@ class ScoreRule:
 
     def __rrshift__(self, other: ScoreMod) -> ScoreRule:
         return Chain(_operand(other, ">>"), self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return holdings(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def __str__(self) -> str:
         return describe(self)
@@ -137,4 +143,4 @@ def _operand(value: object, sign: str) -> ScoreRule:
 
 def trace_score(score: ScoreRule) -> Traced:
     """The code of ``score``, with its numbers as tensors wherever Python does not need them."""
-    return trace_lifted(score, SCORE_ARGUMENTS, f"score {describe(score)}")
+    return traced_once(score, SCORE_ARGUMENTS, "score")

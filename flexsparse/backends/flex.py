@@ -115,8 +115,11 @@ def _score_mod(
     """The score_mod over tables that torch can differentiate.
 
     torch sums a captured tensor's gradient where the tensor is indexed, once: a learned number is
-    read as a table of one, and a learned tensor that is read twice is read from a copy.
+    read as a table of one, and a learned tensor that is read twice is read from a copy. The index
+    must be a scalar of the kernel or one value a pair, so what the address computes from scalars is
+    spread over the rows.
     """
+    spread = any(t.requires_grad for t in tables) and score.address.kernel_batch(1) > 1
     given = [
         table.reshape(1) if form == "scalar" else table.clone() if form == "again" else table
         for table, form in zip(tables, split, strict=True)
@@ -127,6 +130,8 @@ def _score_mod(
             t[h - h] if form == "scalar" else t
             for t, form in zip(given, split, strict=True)
         ]
+        if spread:
+            b, h = b + (q_idx - q_idx), h + (q_idx - q_idx)
         return score.mod(read)(s, b, h, q_idx, kv_idx)
 
     return score_mod

@@ -1,0 +1,5 @@
+"""``python -m flexsparse``."""
+
+from flexsparse.cli import main
+
+main()

@@ -1,0 +1,162 @@
+"""What a configuration writes to rules, scores and selectors.
+
+    causal                                              a name alone
+    {sliding_window: {size: 128}}                       a name with arguments
+    {"./mine.py:Banded": {width: 4}}                    the same from a file
+    {and: [causal, {or: [{not: …}, …]}]}                the algebra of rules
+    [{softcap: {cap: 30.0}}, …]                         scores, one after the other
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, get_type_hints
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
+
+from flexsparse.errors import ConfigError, FlexSparseError
+from flexsparse.experiment.source import At
+from flexsparse.resolve import Kind, did_you_mean, kind_of, resolve
+from flexsparse.rules import MaskRule, as_rule
+from flexsparse.scores import ScoreRule, as_score
+from flexsparse.selectors.base import Selector
+
+Note = Callable[[At, str], None]
+
+
+def build_rule(spec: object, at: At, note: Note) -> MaskRule | None:
+    """The rule, or None with a note of what is wrong with it."""
+    if isinstance(spec, dict) and len(spec) == 1:
+        word, inner = next(iter(spec.items()))
+        if word == "not":
+            rule = build_rule(inner, (*at, word), note)
+            return None if rule is None else ~rule
+        if word in ("and", "or"):
+            if not isinstance(inner, list) or not inner:
+                note((*at, word), f"must be a list of rules, got {inner!r}")
+                return None
+            rules = [build_rule(part, (*at, word, i), note) for i, part in enumerate(inner)]
+            whole = [rule for rule in rules if rule is not None]
+            join = operator.and_ if word == "and" else operator.or_
+            return reduce(join, whole) if len(whole) == len(rules) else None
+    return _judged(build_part(spec, "rule", at, note), as_rule, at, note)
+
+
+def build_score(spec: object, at: At, note: Note) -> ScoreRule | None:
+    """The score, or None with a note of what is wrong with it."""
+    if isinstance(spec, list) and spec:
+        scores = [build_score(part, (*at, i), note) for i, part in enumerate(spec)]
+        whole = [score for score in scores if score is not None]
+        return reduce(operator.rshift, whole) if len(whole) == len(scores) else None
+    return _judged(build_part(spec, "score", at, note), as_score, at, note)
+
+
+def build_selector(spec: object, at: At, note: Note) -> Selector | None:
+    """The selector, or None with a note of what is wrong with it."""
+    made = build_part(spec, "selector", at, note)
+    if made is None or isinstance(made, Selector):
+        return made
+    note(at, f"must be a Selector, got {type(made).__name__}")
+    return None
+
+
+def build_part(spec: object, kind: Kind | None, at: At, note: Note) -> Any:
+    """The one object of a name, with its arguments if it has some."""
+    arguments: object = None
+    name = spec
+    if isinstance(spec, dict) and len(spec) == 1:
+        name, arguments = next(iter(spec.items()))
+        at = (*at, name)
+    if not isinstance(name, str):
+        what = kind or "rule, score or selector"
+        note(at, f"must be the name of a {what}, or {{name: {{argument: value}}}}, got {spec!r}")
+        return None
+    if arguments is not None and not isinstance(arguments, dict):
+        note(at, f"arguments must be a mapping, {{argument: value}}, got {arguments!r}")
+        return None
+    try:
+        found = resolve(name, kind)
+    except ConfigError as error:
+        note(at, str(error))
+        return None
+    if arguments is None and not isinstance(found, type):
+        return found
+    return _called(found, name, arguments or {}, at, note)
+
+
+def _called(found: Any, name: str, arguments: dict[str, Any], at: At, note: Note) -> Any:
+    if not callable(found) or (kind_of(found) is not None and not isinstance(found, type)):
+        note(at, f"{name} takes no arguments: it is used as it is")
+        return None
+    takes = inspect.signature(found).parameters
+    named = {n: p for n, p in takes.items() if p.kind is not p.VAR_KEYWORD}
+    hints = _hints(found)
+    clean, right = {}, True
+    for key, value in arguments.items():
+        if key not in named and len(named) == len(takes):
+            listed = f"it takes {', '.join(named)}" if named else "it takes none"
+            note((*at, key), f"{name} has no argument {key!r}{did_you_mean(key, named)}; {listed}")
+            right = False
+            continue
+        try:
+            clean[key] = _typed(value, hints.get(key))
+        except ValueError as error:
+            note((*at, key), str(error))
+            right = False
+    needed = [n for n, p in named.items() if p.default is p.empty and n not in arguments]
+    if needed:
+        note(at, f"{name} needs {' and '.join(needed)}, such as {{{name}: {{{needed[0]}: …}}}}")
+    if needed or not right:
+        return None
+    try:
+        return found(**clean)
+    except FlexSparseError as error:
+        note(at, str(error))
+    except Exception as error:
+        note(at, f"{name} raised {type(error).__name__}: {error}")
+    return None
+
+
+def _hints(found: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(found if not isinstance(found, type) else found.__init__)
+    except Exception:  # a hint that only a type checker can read
+        return {}
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """The value as the argument's type wants it: a list becomes a tensor where one is wanted."""
+    if hint is None:
+        return value
+    wants_tensor = hint is Tensor or Tensor in getattr(hint, "__args__", ())
+    if isinstance(value, list) and wants_tensor:
+        try:
+            return torch.tensor(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"must be numbers that make a tensor, got {value!r}: {error}") from None
+    try:
+        judge: TypeAdapter[Any] = TypeAdapter(
+            hint, config=ConfigDict(arbitrary_types_allowed=True, strict=not isinstance(value, list))
+        )
+    except Exception:  # a type that pydantic cannot judge is left to the class itself
+        return value
+    try:
+        return judge.validate_python(value)
+    except ValidationError as error:
+        said = " or ".join(dict.fromkeys(e["msg"] for e in error.errors()))
+        raise ValueError(f"{said.replace('Input should be', 'must be')}, got {value!r}") from None
+
+
+def _judged(made: Any, judge: Callable[[object], Any], at: At, note: Note) -> Any:
+    if made is None:
+        return None
+    try:
+        return judge(made)
+    except FlexSparseError as error:
+        note(at, str(error))
+        return None

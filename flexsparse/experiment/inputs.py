@@ -1,0 +1,58 @@
+"""The tensors of an experiment: the sample that comes along, a file, or random numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flexsparse.arguments import check_qkv
+from flexsparse.errors import ConfigError
+from flexsparse.experiment.config import Input, RandomInput
+
+SAMPLES = Path(__file__).parent.parent / "samples"
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def load_inputs(given: Input, dtype: torch.dtype, device: torch.device, seed: int) -> QKV:
+    """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` in ``dtype`` on ``device``."""
+    if given.random is not None:
+        q, k, v = _random(given.random, seed)
+    elif given.file is not None:
+        q, k, v = _stored(Path(given.file))
+    else:
+        q, k, v = _stored(SAMPLES / f"{given.sample}_layer.safetensors")
+    q, k, v = (x.to(device, dtype).contiguous() for x in (q, k, v))
+    check_qkv(q, k, v)
+    return q, k, v
+
+
+def _random(shape: RandomInput, seed: int) -> QKV:
+    draw = torch.Generator().manual_seed(seed)
+    keys = (shape.kv_heads or shape.heads, shape.kv_len or shape.q_len)
+    sizes = ((shape.heads, shape.q_len), keys, keys)
+    # Drawn on the CPU, so that every device gets the same numbers.
+    q, k, v = (
+        torch.randn(shape.batch, *size, shape.head_dim, generator=draw) for size in sizes
+    )
+    return q, k, v
+
+
+def _stored(path: Path) -> QKV:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path} in {Path.cwd()}")
+    try:
+        found = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+    missing = [name for name in "qkv" if name not in found]
+    if missing:
+        raise ConfigError(
+            f"{path} must hold q, k and v; {', '.join(missing)} is missing from "
+            f"{', '.join(sorted(found)) or 'nothing'}"
+        )
+    return found["q"], found["k"], found["v"]

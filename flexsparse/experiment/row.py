@@ -1,0 +1,124 @@
+"""One row: run, checked, held against dense attention, counted and timed."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from flexsparse.budget import Budget
+from flexsparse.checking import Report, check
+from flexsparse.device import Stages, compiles
+from flexsparse.errors import FlexSparseError
+from flexsparse.experiment.config import Case, as_fallback, as_tile
+from flexsparse.experiment.inputs import QKV
+from flexsparse.experiment.quality import quality
+from flexsparse.experiment.timing import Dense, delivered, time_plan
+from flexsparse.parameters import describe, moved
+from flexsparse.plan import make_plan
+from flexsparse.rules import MaskRule
+
+
+def run_row(
+    case: Case,
+    qkv: QKV,
+    baseline: MaskRule | None,
+    dense: Dense,
+    *,
+    checked: bool | int,
+    repeats: int,
+    seed: int,
+) -> dict[str, Any]:
+    """What stands in ``rows.jsonl`` for this row; ``status`` is ok, wrong or failed.
+
+    Times are in ms, ``budget`` counts over batch and query heads, errors are largest absolute
+    differences. A failure is kept as its text.
+    """
+    row = case.row
+    record: dict[str, Any] = {
+        "name": row.name,
+        "status": "ok",
+        "error": None,
+        "rule": None if case.rule is None else describe(case.rule),
+        "select": None if case.select is None else describe(case.select),
+        "score": None if case.score is None else describe(case.score),
+    }
+    try:
+        record |= _measured(case, qkv, baseline, dense, checked, repeats, seed)
+    except Exception as error:
+        record |= {"status": "failed", "error": _said(error)}
+        if not isinstance(error, FlexSparseError):
+            record["traceback"] = traceback.format_exc()
+    return record
+
+
+def _measured(
+    case: Case,
+    qkv: QKV,
+    baseline: MaskRule | None,
+    dense: Dense,
+    checked: bool | int,
+    repeats: int,
+    seed: int,
+) -> dict[str, Any]:
+    row, device = case.row, qkv[0].device
+    rule, select, score = (moved(x, device) for x in (case.rule, case.select, case.score))
+    fallback = as_fallback(row.fallback)
+    call = {"rule": rule, "score": score, "q_offset": row.q_offset, "fallback": fallback}
+    forced = {"backend": row.backend, "tile": as_tile(row.tile)}
+    before, first = int(compiles), Stages(device)
+    with first.stage("first"):
+        plan = make_plan(*qkv, select=select, **call, **forced)
+        plan.run(*qkv)
+    times, result = time_plan(plan, qkv, repeats)
+    budget = result.layout.budget()
+    selection = result.layout.select
+    found = {
+        "plan": str(plan),
+        "backend": plan.backend,
+        "tile": list(plan.tile),
+        "budget": _counts(budget, dense),
+        "time_ms": times,
+        "first_ms": 1e3 * first.seconds["first"],
+        "compiles": int(compiles) - before,
+        "dense": vars(dense),
+    }
+    found |= delivered(times, dense, budget.logical_pairs, budget.physical_pairs)
+    found |= quality(
+        qkv, result.out, plan.grid, baseline, rule=rule, select=selection, fallback=fallback
+    )
+    if checked:
+        sampled = None if checked is True else checked
+        # The selection that was timed, not one chosen anew, is what the reference is asked about.
+        report = check(*qkv, select=selection, **call, **forced, rows=sampled, seed=seed)
+        found["check"] = _checked(report)
+        if not report.ok:
+            found |= {"status": "wrong", "error": f"first difference: {report.stage}; {report.detail}"}
+    return found
+
+
+def _counts(budget: Budget, dense: Dense) -> dict[str, Any]:
+    names = (
+        "logical_pairs", "physical_pairs", "physical_tiles", "full_tiles", "partial_tiles",
+        "inflation", "kv_bytes", "metadata_bytes", "useful_flops", "executed_flops",
+    )  # fmt: skip
+    counts = {name: getattr(budget, name) for name in names}
+    return counts | {
+        "of_dense": budget.logical_pairs / dense.pairs if dense.pairs else None,
+        "rows": vars(budget.rows),
+        "kv_bytes_if": vars(budget.kv_bytes_if),
+        "metadata_bytes_if": vars(budget.metadata_bytes_if),
+    }
+
+
+def _checked(report: Report) -> dict[str, Any]:
+    quantities = {
+        d.name: {"error": d.error, "plain_error": d.plain_error, "budget": d.budget, "ok": d.ok}
+        for d in report.differences
+    }
+    return {"rows": report.rows, "stage": report.stage, "quantities": quantities}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, FlexSparseError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

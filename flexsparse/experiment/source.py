@@ -1,0 +1,210 @@
+"""YAML read strictly, each value with its place, so that an error can point at it.
+
+Scalars are YAML 1.2's: 1e-3 is a number, on, off, yes and no are words, 12:30 is not 750. A key that
+is written twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexsparse.errors import ConfigError
+from flexsparse.resolve import did_you_mean
+
+At = tuple[str | int, ...]
+
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own attribute)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not read back as a string."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _kind, (_pattern, _first) in _SCALARS.items():
+    for _form in (_Loader, _Dumper):
+        _form.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), [*_first, ""]
+        )
+
+
+def dump(data: Any) -> str:
+    """YAML that this module reads back as ``data``."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+    return text
+
+
+@dataclass
+class Source:
+    """``data`` as plain Python, and where in the file, or in which override, each part stands."""
+
+    file: str
+    data: Any
+    places: dict[At, tuple[int, int] | str] = field(default_factory=dict)
+    problems: list[tuple[At, str]] = field(default_factory=list)
+
+    def note(self, at: At, message: str) -> None:
+        """Keeps a problem, so that all of them are told at once."""
+        self.problems.append((at, message))
+
+    def raise_noted(self) -> None:
+        if self.problems:
+            told = sorted(self.problems, key=lambda problem: self._order(problem[0]))
+            raise ConfigError("\n".join(dict.fromkeys(self._line(*problem) for problem in told)))
+
+    def override(self, argument: str) -> None:
+        """Sets a value by ``rows.1.tile=64``; the value is read as YAML."""
+        path, equals, text = argument.partition("=")
+        place = f"argument {argument!r}"
+        if not equals or not path:
+            raise ConfigError(f"{place}: an override is key=value, such as rows.1.tile=64")
+        value = parse(text, place).data
+        parts = path.split(".")
+        at: At = ()
+        holder = self.data
+        while True:
+            key, parts = self._next(holder, at, parts, place)
+            at = (*at, key)
+            if not parts:
+                break
+            if isinstance(holder, dict):
+                holder = holder.setdefault(key, {})
+            else:
+                holder = holder[key]
+        holder[key] = value
+        for old in [p for p in self.places if p[: len(at)] == at]:
+            del self.places[old]
+        self.places[at] = place
+
+    def _next(self, holder: Any, at: At, parts: list[str], place: str) -> tuple[Any, list[str]]:
+        """The key or index that leads on, and what is left of the path."""
+        where = ".".join(map(str, at)) or "the configuration"
+        if isinstance(holder, dict):
+            # A key may have dots of its own, as ./mine.py:Banded has.
+            for n in range(len(parts), 0, -1):
+                if ".".join(parts[:n]) in holder:
+                    return ".".join(parts[:n]), parts[n:]
+            return parts[0], parts[1:]
+        if isinstance(holder, list):
+            if not parts[0].isdecimal() or int(parts[0]) >= len(holder):
+                raise ConfigError(
+                    f"{place}: {where} has the entries 0 to {len(holder) - 1}, not {parts[0]!r}"
+                )
+            return int(parts[0]), parts[1:]
+        raise ConfigError(f"{place}: {where} is {holder!r}, which has no {parts[0]!r} to set")
+
+    def _known(self, at: At) -> At:
+        while at and at not in self.places:
+            at = at[:-1]
+        return at
+
+    def _order(self, at: At) -> tuple[int, int]:
+        place = self.places.get(self._known(at), (1, 1))
+        return (1 << 30, 0) if isinstance(place, str) else place
+
+    def _line(self, at: At, message: str) -> str:
+        place = self.places.get(self._known(at), (1, 1))
+        where = place if isinstance(place, str) else f"{self.file}:{place[0]}:{place[1]}"
+        path = ".".join(map(str, at))
+        return f"{where}: {path}: {message}" if path else f"{where}: {message}"
+
+
+def read(file: Path | str) -> Source:
+    """The file as it stands; its syntax and repeated keys are judged here, its meaning elsewhere."""
+    name = str(file)
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {name}{_near(Path(file))}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {name}: {error}") from None
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> Source:
+    """Like `read`, from text; ``name`` stands in errors."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        source = Source(name, None)
+        if node is not None:
+            source.data = _value(node, (), source, loader, ())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise ConfigError(f"{where}: {error.problem or _first_line(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: {_first_line(error)}") from None
+    source.raise_noted()
+    return source
+
+
+def _value(
+    node: yaml.Node, at: At, source: Source, loader: _Loader, within: tuple[yaml.Node, ...]
+) -> Any:
+    source.places.setdefault(at, _mark(node))
+    if any(node is outer for outer in within):
+        source.note(at, "an anchor holds itself")
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _value(item, (*at, i), source, loader, (*within, node))
+            for i, item in enumerate(node.value)
+        ]
+    if not isinstance(node, yaml.MappingNode):
+        try:
+            return loader.construct_object(node)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            source.note(at, str(error))
+            return None
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key is None or not key_node.tag.endswith(":str"):
+            line, column = _mark(key_node)
+            source.note(at, f"a key must be a word, at line {line}, column {column}")
+            continue
+        inner = (*at, key)
+        if key in found:
+            line, column = _mark(key_node)
+            source.note(inner, f"written a second time at line {line}, column {column}")
+            continue
+        source.places[inner] = _mark(key_node)
+        found[key] = _value(value_node, inner, source, loader, (*within, node))
+    return found
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _near(file: Path) -> str:
+    folder = file.parent
+    names = [p.name for p in folder.glob("*.y*ml")] if folder.is_dir() else []
+    return did_you_mean(file.name, names)

@@ -1,0 +1,122 @@
+"""Where the time of a call goes, beside the best dense attention of the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexsparse.device import Stages
+from flexsparse.experiment.inputs import QKV
+from flexsparse.masks.causal import Causal
+from flexsparse.plan import Plan, Result, make_plan
+from flexsparse.rules import MaskRule
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The fastest dense baseline: its time in ms, who gave it, and the pairs it needs."""
+
+    ms: float
+    by: str
+    pairs: int
+
+
+def time_dense(
+    qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int
+) -> Dense:
+    """Dense attention under ``baseline``, by torch where torch has it, and by this library.
+
+    Only the kernels count: a dense layout never changes.
+    """
+    q, k, v = qkv
+    plan = make_plan(q, k, v, rule=baseline, q_offset=q_offset)
+    assert plan.first is not None
+    timed = [(_median(lambda: plan.run(q, k, v), q.device, repeats), f"flexsparse {plan.backend}")]
+    square = q.shape[2] == k.shape[2] and q_offset in (None, 0)
+    if baseline is None or (isinstance(baseline, Causal) and square):
+        grouped, causal = q.shape[1] != k.shape[1], baseline is not None
+
+        def sdpa() -> Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        timed.append((_median(sdpa, q.device, repeats), "torch SDPA"))
+    ms, by = min(timed)
+    return Dense(ms, by, int(plan.first.logical_pairs))
+
+
+def time_plan(plan: Plan, qkv: QKV, repeats: int) -> tuple[dict[str, Any], Result]:
+    """Medians in ms of ``index`` (the selector), ``layout``, ``movement`` (tensors that had to be
+    copied for the kernel) and ``kernel``; ``total`` with its 20th and 80th percentile."""
+    result = _step(plan, qkv, Stages(plan.device))
+    runs = []
+    for _ in range(repeats):
+        stages = Stages(plan.device)
+        result = _step(plan, qkv, stages)
+        runs.append({name: 1e3 * seconds for name, seconds in stages.seconds.items()})
+    times: dict[str, Any] = {
+        name: statistics.median(run.get(name, 0.0) for run in runs)
+        for name in ("index", "layout", "movement", "kernel")
+    }
+    totals = sorted(run.get("index", 0.0) + run["layout"] + run["whole"] for run in runs)
+    times["total"] = statistics.median(totals)
+    times["total_p20"], times["total_p80"] = (
+        totals[round(part * (len(totals) - 1))] for part in (0.2, 0.8)
+    )
+    times["repeats"] = repeats
+    return times, result
+
+
+def delivered(times: dict[str, Any], dense: Dense, logical: int, physical: int) -> dict[str, Any]:
+    """How much of the promised speedup arrived, and the three factors it is the product of."""
+    promised = dense.pairs / logical if logical else None
+    got = dense.ms / times["total"]
+    whole = got / promised if promised else None
+    selector = logical / physical if physical else None
+    worktable = times["kernel"] / times["total"]
+    kernel = whole / (selector * worktable) if whole and selector and worktable else None
+    return {
+        "promised": promised,
+        "got": got,
+        "delivered": whole,
+        "selector": selector,
+        "worktable": worktable,
+        "kernel": kernel,
+    }
+
+
+def _step(plan: Plan, qkv: QKV, stages: Stages) -> Result:
+    q, k, v = qkv
+    selection = None if plan.first is None else plan.first.select
+    if plan.selector is not None:
+        with stages.stage("index"):
+            selection = plan.selector.select(q, k, plan.grid, plan.rule)
+    with stages.stage("layout"):
+        layout = plan.layout(selection)
+    with stages.stage("packing"):
+        packed = [plan.address.pack(x, name) for x, name in zip(qkv, "qkv", strict=True)]
+    with stages.stage("whole"):
+        result = plan.run(q, k, v, layout)
+    # The run packs too. Views are free: only what was copied is movement.
+    copied = any(x.data_ptr() != y.data_ptr() for x, y in zip(packed, qkv, strict=True))
+    moved = stages.seconds["packing"] if copied else 0.0
+    stages.seconds["movement"] = moved
+    stages.seconds["kernel"] = max(0.0, stages.seconds["whole"] - moved)
+    return result
+
+
+def _median(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """ms of a call after one that warms up."""
+    call()
+    taken = []
+    for _ in range(repeats):
+        stages = Stages(device)
+        with stages.stage("call"):
+            call()
+        taken.append(1e3 * stages.seconds["call"])
+    return statistics.median(taken)

@@ -1,0 +1,67 @@
+"""The answer in words: did the hardware skip what the algorithm promised to skip?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What counts as kept: launches and a clock's noise take a few per cent of any row.
+_KEPT = 0.9
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """A few sentences over the finished rows of a run, as they stand in ``rows.jsonl``."""
+    sparse = [
+        row
+        for row in rows
+        if row["status"] != "failed" and row["delivered"] is not None and row["promised"] > 1
+    ]
+    if not sparse:
+        said = ["There is no answer: no row that skips work was finished."]
+    else:
+        said = [f"{_word(sparse)}: {_best(sparse)}", _faster(sparse)]
+    if any(row.get("backend") == "tiles" for row in rows):
+        said.append(
+            "The tiles backend is plain torch, not a fused kernel: it proves results and counts work; "
+            "its times do not foretell those of a GPU kernel."
+        )
+    for status in ("wrong", "failed"):
+        bad = [row["name"] for row in rows if row["status"] == status]
+        if bad:
+            said.append(f"{status.capitalize()}: {', '.join(bad)}.")
+    return " ".join(said)
+
+
+def baseline(rows: list[dict[str, Any]]) -> str:
+    """What "dense" means in this run."""
+    for row in rows:
+        if "dense" in row:
+            dense = row["dense"]
+            return f"Dense is {dense['by']}: {dense['ms']:.3g} ms for {dense['pairs']:,} pairs."
+    return "Nothing dense was timed."
+
+
+def _word(sparse: list[dict[str, Any]]) -> str:
+    if all(row["delivered"] >= _KEPT for row in sparse):
+        return "Yes, it skipped what was promised"
+    if any(row["got"] > 1 for row in sparse):
+        return "In part"
+    return "No"
+
+
+def _best(sparse: list[dict[str, Any]]) -> str:
+    best = max(sparse, key=lambda row: float(row["delivered"]))
+    return (
+        f"'{best['name']}' came closest. It promised {best['promised']:.1f}x less work than dense "
+        f"attention and took {_speed(best['got'])}: {best['delivered']:.0%} of the promise was "
+        "delivered."
+    )
+
+
+def _speed(got: float) -> str:
+    return f"{got:.2f}x less time" if got >= 1 else f"{1 / got:.2f}x more time"
+
+
+def _faster(sparse: list[dict[str, Any]]) -> str:
+    faster = sum(row["got"] > 1 for row in sparse)
+    rows = "row" if len(sparse) == 1 else "rows"
+    return f"{faster} of {len(sparse)} sparse {rows} beat dense, the selector and layout included."

@@ -1,0 +1,176 @@
+"""One kernel a kind of rule, and user code that compiles around flexsparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexsparse as fs
+from flexsparse.device import compiles
+from flexsparse.masks import Alibi, Causal, SlidingWindow
+from flexsparse.selectors import Quest
+
+
+def qkv(device: torch.device, length: int = 100, heads: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, length, 16), (2, 2, length, 16), (2, 2, length, 16))
+    q, k, v = (torch.randn(s, generator=draw).to(device) for s in shapes)
+    return q, k, v
+
+
+def kinds(device: torch.device) -> list[Callable[..., Tensor]]:
+    """Forty rules no two of which have the same code."""
+    table = torch.arange(100, device=device) % 7
+    causal = [lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q > kv]
+    near = [lambda b, h, q, kv: (q - kv).abs() < 9, lambda b, h, q, kv: q - kv < 30]
+    read = [
+        lambda b, h, q, kv: table[q] == table[kv],
+        lambda b, h, q, kv: table[kv] > 2,
+        lambda b, h, q, kv: table[q] + h < table[kv] + 5,
+    ]
+    grid = [
+        lambda b, h, q, kv: q // 8 == kv // 8,
+        lambda b, h, q, kv: (q - kv) % 3 == 0,
+        lambda b, h, q, kv: torch.where(q > 50, kv > 20, kv < 70),
+    ]
+    rules = [fs.MaskRule.of(m) for m in (*causal, *near, *read, *grid)]
+    pairs = [a & b for i, a in enumerate(rules) for b in rules[i + 1 :]]
+    return [*rules, *pairs][:40]
+
+
+def run_kinds(device: torch.device, count: int) -> None:
+    q, k, v = qkv(device)
+    before = int(compiles)
+    for rule in kinds(device)[:count]:
+        out = fs.attention(q, k, v, rule=rule, backend="flex")
+        torch.testing.assert_close(
+            out.double(), fs.reference(q, k, v, rule=rule).out, atol=1e-5, rtol=1e-5
+        )
+    assert int(compiles) - before == count
+    again = int(compiles)
+    for rule in kinds(device)[:count]:
+        fs.attention(q, k, v, rule=rule, backend="flex")
+    assert int(compiles) == again, "the same kinds, written anew, are the same kernels"
+
+
+def test_each_kind_of_rule_compiles_once(device: torch.device) -> None:
+    run_kinds(device, 3)
+
+
+@pytest.mark.slow
+def test_forty_kinds_of_rules_compile_forty_times(device: torch.device) -> None:
+    run_kinds(device, 40)
+
+
+@pytest.mark.gpu
+def test_forty_kinds_of_rules_compile_forty_times_on_a_gpu(device: torch.device) -> None:
+    run_kinds(device, 40)
+
+
+WINDOW = 0  # a notebook's parameter is a global
+
+
+def _closure(w: int) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < w)
+
+
+def _global(w: int) -> Callable[..., Tensor]:
+    global WINDOW
+    WINDOW = w
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW)
+
+
+def _default(w: int) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv, w=w: (q >= kv) & (q - kv < w)
+
+
+WAYS: dict[str, Callable[[int], Any]] = {
+    "field": SlidingWindow,
+    "closure": _closure,
+    "global": _global,
+    "default": _default,
+}
+
+
+def sweep(device: torch.device, way: str) -> None:
+    q, k, v = qkv(device)
+    before = int(compiles)
+    for size in range(1, 51):
+        out = fs.attention(q, k, v, rule=WAYS[way](size), backend="flex")
+        expected = fs.reference(q, k, v, rule=SlidingWindow(size)).out
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    assert int(compiles) - before <= 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_values_of_a_parameter_compile_once(way: str, device: torch.device) -> None:
+    """Wherever the number stands: the same code, so in this process one kernel for all four."""
+    sweep(device, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_values_of_a_parameter_compile_once_on_a_gpu(way: str, device: torch.device) -> None:
+    sweep(device, way)
+
+
+def compiled_module(device: torch.device, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(device))
+    selector = Quest(block=8, keep=4, q_block=4)
+    slopes = torch.rand(6, device=device, requires_grad=True)
+    rule, score = Causal(), Alibi(slopes)
+    plan = fs.make_plan(q.requires_grad_(), k, v, rule=rule, select=selector, score=score)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        chosen = selector.select(q, k, plan.grid, plan.rule)
+        return plan.run(q, k, v, plan.layout(chosen)).out * 2
+
+    compiled = torch.compile(whole, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(compiled, whole(q, k, v), atol=2e-3, rtol=2e-3)
+    flow = torch.randn_like(compiled)
+    got = torch.autograd.grad(compiled, (q, slopes), flow)
+    wanted = torch.autograd.grad(whole(q, k, v), (q, slopes), flow)
+    torch.testing.assert_close(got[0], wanted[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(got[1], wanted[1], atol=0.5, rtol=2e-2)
+
+
+def test_selector_layout_and_attention_compile_into_one_graph(device: torch.device) -> None:
+    compiled_module(device, torch.float32)
+
+
+@pytest.mark.gpu
+def test_selector_layout_and_attention_compile_into_one_graph_on_a_gpu(
+    device: torch.device,
+) -> None:
+    compiled_module(device, torch.float32)
+
+
+def test_attention_compiles_into_user_code(device: torch.device) -> None:
+    q, k, v = qkv(device)
+    rule = Causal()
+    compiled = torch.compile(lambda q, k, v: fs.attention(q, k, v, rule=rule), fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), fs.attention(q, k, v, rule=rule))
+
+
+def test_a_plan_exports(device: torch.device) -> None:
+    q, k, v = qkv(device)
+    plan = fs.make_plan(q, k, v, rule=Causal())
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plan.run(q, k, v).out
+
+    exported = torch.export.export(Module(), (q, k, v))
+    torch.testing.assert_close(exported.module()(q, k, v), plan.run(q, k, v).out)
+
+
+def test_bad_ids_cannot_be_judged_inside_a_compiled_region(device: torch.device) -> None:
+    def convert(indices: Tensor) -> Tensor:
+        return fs.Selection.from_indices(indices, kv_len=8, q_len=2).indices
+
+    with pytest.raises(Exception, match="out_of_range='drop'"):
+        torch.compile(convert, fullgraph=True)(torch.zeros(1, 1, 2, 3, dtype=torch.int32))
