@@ -107,9 +107,10 @@ def check_fallback(fallback: Fallback) -> int | None:
         return None
     if fallback == "self":
         return 1
-    if isinstance(fallback, tuple) and len(fallback) == 2 and fallback[0] == "local":
-        if isinstance(fallback[1], int) and fallback[1] >= 1:
-            return fallback[1]
+    if isinstance(fallback, tuple) and len(fallback) == 2:
+        kind, count = fallback
+        if kind == "local" and isinstance(count, int) and count >= 1:
+            return count
     raise ArgumentError(
         f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}"
     )
@@ -123,7 +124,8 @@ def check_empty(empty: str) -> Empty:
 
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
-        return head_dim**-0.5
+        usual: float = head_dim**-0.5
+        return usual
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise ArgumentError(
             f"scale must be a number, got {type(scale).__name__}: a learned scale is a score, "

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from flexsparse.arguments import Empty, Fallback
-from flexsparse.parameters import held
 from flexsparse.layout import Layout
-from flexsparse.plan import BackendName, Pack, Plan, make_plan
+from flexsparse.parameters import held
+from flexsparse.plan import BackendName, Choices, Pack, Plan, make_plan
 from flexsparse.rules import MaskMod
 from flexsparse.scores import ScoreMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 
 
+class Options(Choices, total=False):
+    """Every keyword of `attention` but ``return_lse``."""
+
+    rule: MaskMod | None
+    select: Selection | Selector | None
+    score: ScoreMod | None
+    scale: float | None
+    q_offset: int | Tensor | None
+    sink: Tensor | None
+    fallback: Fallback
+
+
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -83,13 +100,13 @@ def _planned(
         plan = make_plan(q, k, v, **options)
         return plan, plan.first
     signature = _signature(q, k, v, options)
-    plan = _plans.get(signature)
-    if plan is None:
+    if signature not in _plans:
         plan = _plans[signature] = make_plan(q, k, v, **options)
         if len(_plans) > _KEPT:
             _plans.popitem(last=False)
         return plan, plan.first
     _plans.move_to_end(signature)
+    plan = _plans[signature]
     if plan.selector is not None:
         return plan, plan.layout(plan.selector.select(q, k, plan.grid, plan.rule))
     return plan, plan.first

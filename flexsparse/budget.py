@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from flexsparse.shapes import ceil_div
@@ -105,7 +106,7 @@ def count(layout: Layout) -> Budget:
     tile_bytes = layout.block_size[1] * (element.head_dim + element.v_head_dim) * element.itemsize
     pairs = int(layout.logical_pairs)
     lists = Sharing(1, kv_heads, heads)
-    group = visited.unflatten(1, (kv_heads, heads // kv_heads))
+    group = rearrange(visited, "b (g r) m n -> b g r m n", g=kv_heads)
     reads = Sharing(
         shared=int(visited.any(1).sum()) * kv_heads,
         per_kv_head=int(group.any(2).sum()),

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexsparse.arguments import check_selection
+from flexsparse.arguments import Empty, Fallback, check_selection
 from flexsparse.conditioning import term_sizes
 from flexsparse.errors import ArgumentError, CheckFailed
 from flexsparse.grid import Grid
-from flexsparse.merge import Partial
-from flexsparse.plan import BackendName, Pack, Plan, make_plan, under_autocast
-from flexsparse.reference import Fallback, allowed, reference
+from flexsparse.plan import BackendName, Choices, Pack, Plan, Shared, make_plan, under_autocast
+from flexsparse.reference import allowed, reference
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
@@ -96,7 +95,7 @@ def check(
     q_offset: int | Tensor | None = None,
     sink: Tensor | None = None,
     fallback: Fallback = None,
-    empty: str = "zero",
+    empty: Empty = "zero",
     sanitize: bool = False,
     backend: BackendName = "auto",
     pack: Pack | None = None,
@@ -119,21 +118,23 @@ def check(
     if rows is not None and (not isinstance(rows, int) or rows < 1):
         raise ArgumentError(f"rows must be a number of query rows of at least 1, got {rows!r}")
     sampled = _rows(grid.q_len, rows, seed).to(q.device)
-    common = {
+    common: Shared = {
         "rule": rule, "select": select, "score": score, "scale": scale, "q_offset": q_offset,
         "sink": sink, "fallback": fallback,
     }  # fmt: skip
-    forced = {"empty": empty, "sanitize": sanitize, "backend": backend, "pack": pack, "tile": tile}
+    forced: Choices = {
+        "empty": empty, "sanitize": sanitize, "backend": backend, "pack": pack, "tile": tile,
+    }  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), torch.set_grad_enabled(grads):
-        inputs = {"q": q, "k": k, "v": v}
         if grads:
-            inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-        plan = make_plan(*inputs.values(), **common, **forced)
+            q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        inputs = {"q": q, "k": k, "v": v}
+        plan = make_plan(q, k, v, **common, **forced)
         learned = _learned(score, sink) if grads else {}
         weights = _weights(q, v, sampled, seed)
         with_lse = grads or plan.backend != "flex" or q.device.type != "cpu"
-        result = plan.run(*inputs.values(), return_lse=with_lse)
-        got = _quantities(Partial(result.out, result.lse), sampled, inputs, learned, weights)
+        result = plan.run(q, k, v, return_lse=with_lse)
+        got = _quantities(result.out, result.lse, sampled, inputs, learned, weights)
         true = _referenced(torch.float64, inputs, learned, weights, sampled, common)
         # fp64 has nothing above it to be judged by: fp32's error, scaled down, stands for it.
         lower = torch.float32 if q.dtype == torch.float64 else q.dtype
@@ -188,14 +189,14 @@ def _weights(q: Tensor, v: Tensor, rows: Tensor, seed: int) -> tuple[Tensor, Ten
 
 
 def _quantities(
-    part: Partial,
+    out: Tensor,
+    lse: Tensor | None,
     rows: Tensor | None,
     inputs: Mapping[str, Tensor],
     learned: Mapping[str, Tensor],
     weights: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
     """out, lse, and where gradients flow, that of each input and learned tensor."""
-    out, lse = part.out, part.lse
     if rows is not None:
         out, lse = out[:, :, rows], None if lse is None else lse[:, :, rows]
     found = {"out": out.detach()}
@@ -221,13 +222,14 @@ def _referenced(
     learned: Mapping[str, Tensor],
     weights: tuple[Tensor, Tensor],
     rows: Tensor,
-    common: Mapping[str, Any],
+    common: Shared,
 ) -> dict[str, Tensor]:
     leaves = {
         name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in inputs.items()
     }
-    part = reference(*leaves.values(), **common, rows=rows, dtype=dtype)
-    return _quantities(part, None, leaves, learned, weights)
+    q, k, v = leaves.values()
+    out, lse = reference(q, k, v, **common, rows=rows, dtype=dtype)
+    return _quantities(out, lse, None, leaves, learned, weights)
 
 
 def _difference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,15 +74,15 @@ def run(
     from flexsparse.experiment.table import print_table
 
     folder = out or Path("results") / experiment.config.name
-    total = len(experiment.cases)
+    done = count(1)
 
     def told(record: dict[str, Any]) -> None:
-        done = [case.row.name for case in experiment.cases].index(record["name"]) + 1
-        typer.echo(f"{done}/{total} {record['name']}: {record['status']}", err=True)
+        of = f"{next(done)}/{len(experiment.cases)}"
+        typer.echo(f"{of} {record['name']}: {record['status']}", err=True)
 
     records = running.run(experiment, folder, told)
     # Where nobody says how wide the page is, as in a log, the tables decide.
-    print_table(records, Console() if sys.stdout.isatty() else Console(width=110))
+    print_table(records, Console() if sys.stdout.isatty() else Console(width=100))
     typer.echo(f"{folder / 'report.html'}")
     return 0 if all(record["status"] == "ok" for record in records) else 1
 
@@ -142,7 +143,8 @@ def _runs(backend: Backend) -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     asked = {"forward": (False, False), "lse": (False, True), "gradients": (True, True)}
-    can, cannot = [], {}
+    can: list[str] = []
+    cannot: dict[str, list[str]] = {}
     for what, (grads, lse) in asked.items():
         why = backend.refuses(Call(device, torch.float32, 64, 64, grads, lse))
         if why is None:
@@ -156,5 +158,3 @@ def _runs(backend: Backend) -> str:
 def _refused(message: str) -> int:
     typer.echo(message, err=True)
     return 2
-
-

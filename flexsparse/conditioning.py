@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from flexsparse.grid import Grid
@@ -83,4 +84,4 @@ def _sides(score: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    return x.unflatten(1, (kv_heads, -1)).sum(2)
+    return reduce(x, "b (g r) s d -> b g s d", "sum", g=kv_heads)

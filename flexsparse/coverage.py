@@ -50,7 +50,7 @@ def pairs(mask: MaskMod, tiles: Tensor, span: Span) -> Iterator[tuple[slice, Ten
 class Coverage(NamedTuple):
     """Per tile: how many pairs are allowed, whether all that exist are; and who sees anything."""
 
-    count: Tensor
+    visible: Tensor
     full: Tensor
     queries: Tensor
     keys: Tensor

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from flexsparse.address import Identity
@@ -13,9 +15,9 @@ from flexsparse.arguments import (
     Empty,
     Fallback,
     check_empty,
+    check_fallback,
     check_heads,
     check_selection,
-    check_fallback,
     tile_size,
 )
 from flexsparse.coverage import Coverage, Span, cover, every_tile
@@ -87,18 +89,8 @@ class Layout:
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
-        from torch.nn.attention.flex_attention import BlockMask
-
-        names = (
-            "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-            "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
-        )  # fmt: skip
-        return BlockMask(
-            seq_lengths=(self.grid.q_len, self.grid.kv_len),
-            **dict(zip(names, self.lists, strict=True)),
-            BLOCK_SIZE=self.block_size,
-            mask_mod=self.program.mod(self.tables),
-        )
+        lengths = (self.grid.q_len, self.grid.kv_len)
+        return as_block_mask(self.lists, lengths, self.block_size, self.program.mod(self.tables))
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
@@ -135,20 +127,12 @@ class Layout:
     def to(self, device: torch.device | str) -> Layout:
         """The layout with everything it reads, captured tensors too, on ``device``."""
 
-        def move(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device)
-
-        tensors = {
+        tensors: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor | Selection)
         }
-        return replace(
-            self,
-            **tensors,
-            tables=[t.to(device) for t in self.tables],
-            select=None if self.select is None else self.select.to(device),
-        )
+        return replace(self, **tensors, tables=[t.to(device) for t in self.tables])
 
     def __repr__(self) -> str:
         b, h, r, c = self.kv_indices.shape
@@ -156,6 +140,30 @@ class Layout:
             f"Layout([{b}, {h}, {r}, {c}] tiles of {self.block_size[0]}x{self.block_size[1]}, "
             f"{self.grid}, {self.address})"
         )
+
+
+def as_block_mask(
+    lists: Sequence[Any],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    mask_mod: MaskMod,
+) -> BlockMask:
+    """torch's BlockMask of eight lists; the last four may be None where no gradient is wanted."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=lists[0],
+        kv_indices=lists[1],
+        full_kv_num_blocks=lists[2],
+        full_kv_indices=lists[3],
+        q_num_blocks=lists[4],
+        q_indices=lists[5],
+        full_q_num_blocks=lists[6],
+        full_q_indices=lists[7],
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+    )
 
 
 def build_layout(
@@ -247,8 +255,10 @@ def fill(
         tiles = _tiles(occupied.expand(*lists, *span.tiles))
     covered = cover(program.mod(tables), tiles, span)
     partial, full = _maps(tiles, covered, lists, span)
-    by_row = [*compress(partial), *compress(full)]
-    by_column = [*compress(partial.transpose(-1, -2)), *compress(full.transpose(-1, -2))]
+    kv_num, kv_idx = compress(partial)
+    full_kv_num, full_kv_idx = compress(full)
+    q_num, q_idx = compress(partial.transpose(-1, -2))
+    full_q_num, full_q_idx = compress(full.transpose(-1, -2))
     has_empty_row = None
     if empty == "error":
         seen = _rows(tiles, covered.queries, lists, span)
@@ -257,15 +267,21 @@ def fill(
             _refuse_empty(seen, address, grid)
     sharing = (address.kernel_batch(grid.batch) // lists[0]) * (address.kernel_heads[0] // lists[1])
     return Layout(
-        grid,
-        (address.heads, address.kv_heads),
-        block_size,
-        address,
-        program,
-        tables,
-        *by_row,
-        *by_column,
-        logical_pairs=covered.count.sum() * sharing,
+        grid=grid,
+        heads=(address.heads, address.kv_heads),
+        block_size=block_size,
+        address=address,
+        program=program,
+        tables=tables,
+        kv_num_blocks=kv_num,
+        kv_indices=kv_idx,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_idx,
+        q_num_blocks=q_num,
+        q_indices=q_idx,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_idx,
+        logical_pairs=covered.visible.sum() * sharing,
         has_empty_row=has_empty_row,
         seen_keys=_keys(tiles, covered.keys, lists, span, address) if sanitize else None,
         select=select,
@@ -331,8 +347,8 @@ def _maps(
     maps = torch.zeros((2, *lists, *span.tiles), dtype=torch.bool, device=tiles.device)
     at = tiles.unbind(1)
     # A tile in which nothing exists or nothing is allowed is not listed at all.
-    maps[0].index_put_(at, (covered.count > 0) & ~covered.full)
-    maps[1].index_put_(at, (covered.count > 0) & covered.full)
+    maps[0].index_put_(at, (covered.visible > 0) & ~covered.full)
+    maps[1].index_put_(at, (covered.visible > 0) & covered.full)
     return maps[0], maps[1]
 
 
@@ -360,10 +376,10 @@ def _keys(
         b, h, _, c = tiles.unbind(1)
         seen.index_add_(0, (b * lists[1] + h) * columns + c, keys.to(torch.int32))
     seen = seen.view(*lists, -1)[..., : span.kv_len] > 0
-    heads, kv_heads = address.kernel_heads
+    kv_heads = address.kernel_heads[1]
     if lists[1] == 1:
         return seen.expand(-1, kv_heads, -1)
-    return seen.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
+    return rearrange(seen, "b (g r) s -> b g r s", g=kv_heads).any(2)
 
 
 def _near(empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span) -> Tensor:

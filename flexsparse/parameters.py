@@ -100,11 +100,8 @@ def _globals(function: FunctionType, change: Callable[[Any], Any]) -> dict[str, 
 
 
 def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> CellType:
-    try:
-        inside = cell.cell_contents
-    except ValueError:  # not bound yet, as in a function that names itself
-        return cell
-    return cell if inside is owner else CellType(change(inside))
+    inside = _content(cell)  # none yet, in a function that names itself
+    return cell if inside is owner or inside is None else CellType(change(inside))
 
 
 def holdings(mod: Any) -> dict[str, Any]:
@@ -151,11 +148,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:
-                continue
+        yield from map(_content, value.__closure__ or ())
         yield from value.__defaults__ or ()
         for name in value.__code__.co_names:
             read = value.__globals__.get(name)
@@ -166,6 +159,36 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.buffers()
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from holdings(value).values()
+
+
+def name_of(mod: Any, tensor: Tensor) -> str:
+    """What the user calls a tensor that ``mod`` holds: its field, or the variable closed over."""
+    return next((name for name, held in _named(mod, set()) if held is tensor), "a captured table")
+
+
+def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, FunctionType):
+        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        parts = {name: _content(cell) for name, cell in names}
+        read = value.__code__.co_names
+        parts |= {name: value.__globals__[name] for name in read if name in value.__globals__}
+    elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
+        parts = holdings(value)
+    else:
+        return
+    for name, part in parts.items():
+        yield name, part
+        yield from _named(part, seen)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def describe(mod: Any) -> str:

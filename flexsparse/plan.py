@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from flexsparse.arguments import (
     check_sink,
     tile_size,
 )
-from flexsparse.backends import Backend, Call, Work
-from flexsparse.backends import flex, tiles
+from flexsparse.backends import Backend, Call, Work, flex, tiles
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.layout import Element, Layout, fill
@@ -112,7 +111,6 @@ class Plan:
                     f"select is on {select.indices.device} but the plan on {self.device}: move it "
                     "with select.to(device)"
                 )
-        q_heads, kv_heads, head_dim, v_head_dim = self.shape
         return fill(
             self.program,
             self.grid,
@@ -121,7 +119,7 @@ class Plan:
             self.empty,
             self.sanitize,
             self.device,
-            Element(head_dim, v_head_dim, self.dtype.itemsize),
+            Element(*self.shape[2:], self.dtype.itemsize),
             self._precision,
         )
 
@@ -160,12 +158,12 @@ class Plan:
         need_lse = return_lse or self.sink is not None
         call = self._call(torch.is_grad_enabled() and learned, need_lse)
         self._refuse(backend, call)
-        packed = [self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+        q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         if layout.seen_keys is not None:
             hidden = ~layout.seen_keys[..., None]
-            packed[1:] = [x.masked_fill(hidden, 0) for x in packed[1:]]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        work = Work(q, k, v, layout, self.score_program, score_tables, self.scale, need_lse)
         with torch.autocast(self.device.type, enabled=False):
-            work = Work(*packed, layout, self.score_program, score_tables, self.scale, need_lse)
             out, lse = backend.run(work)
             out = self.address.unpack(out, self.grid.batch)
             if lse is not None:
@@ -227,7 +225,7 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        q_heads, kv_heads, head_dim, v_head_dim = self.shape
+        q_heads, kv_heads, head_dim = self.shape[:3]
         lines = [
             f"Plan for {self.grid}, {q_heads} query and {kv_heads} KV heads of {head_dim}, "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
@@ -236,6 +234,28 @@ class Plan:
             f"  backend  {self.backend}, tiles of {self.tile[0]}x{self.tile[1]}, {self.address}",
         ]
         return "\n".join(lines + [f"  because  {why}" for why in self.reasons])
+
+
+class Shared(TypedDict, total=False):
+    """The keywords that attention, make_plan, reference and check share."""
+
+    rule: MaskMod | None
+    select: Selection | None
+    score: ScoreMod | None
+    scale: float | None
+    q_offset: int | Tensor | None
+    sink: Tensor | None
+    fallback: Fallback
+
+
+class Choices(TypedDict, total=False):
+    """The keywords of attention and make_plan alone."""
+
+    empty: Empty
+    sanitize: bool
+    backend: BackendName
+    pack: Pack | None
+    tile: int | tuple[int, int] | None
 
 
 def make_plan(

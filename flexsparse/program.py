@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.address import Identity
+from flexsparse.bounds import check_tables
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.rules import MaskMod, MaskRule, trace_rule
@@ -199,10 +200,13 @@ def mask_program(
     member = None
     if select is not None:
         member = Member(select.indices.shape[0], select.heads, select.q_block, select.kv_block)
+    traced = None if rule is None else trace_rule(rule)
+    if traced is not None:
+        check_tables(rule, traced, grid, address.heads)
     program = MaskProgram(
         address=address,
         offset=offset_kind(grid),
-        rule=None if rule is None else trace_rule(rule),
+        rule=traced,
         member=member,
         reach=reach if select is not None else None,
     )
@@ -213,7 +217,9 @@ def mask_program(
 def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> ScoreProgram | None:
     if score is None:
         return None
-    program = ScoreProgram(address, offset_kind(grid), trace_score(score))
+    traced = trace_score(score)
+    check_tables(score, traced, grid, address.heads)
+    program = ScoreProgram(address, offset_kind(grid), traced)
     _remember(program)
     return program
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from flexsparse.arguments import Fallback
 from flexsparse.grid import Grid
 from flexsparse.merge import Partial, with_sink
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
-
-Fallback = Literal["self"] | tuple[Literal["local"], int] | None
 
 
 def reference(
@@ -47,8 +44,8 @@ def reference(
     hidden = ~seen.any(2)[..., None]
     k, v = (x.masked_fill(hidden, 0) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if score is not None:
-        scores = as_score(score)(scores, *pair_indices(grid, q.shape[1], rows)).to(dtype)
+    if (scored := as_score(score)) is not None:
+        scores = scored(scores, *pair_indices(grid, q.shape[1], rows)).to(dtype)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
     lse = torch.where(seen.any(-1), lse, -torch.inf)
@@ -70,8 +67,8 @@ def allowed(
     b, h, position, key = pair_indices(grid, heads, rows)
     shape = (grid.batch, heads, len(rows), grid.kv_len)
     ruled = torch.ones(shape, dtype=torch.bool, device=rows.device)
-    if rule is not None:
-        ruled = ruled & as_rule(rule)(b, h, position, key)
+    if (seen_by := as_rule(rule)) is not None:
+        ruled = ruled & seen_by(b, h, position, key)
     if select is None:
         return ruled
     chosen = select.dense(rows)

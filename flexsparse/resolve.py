@@ -1,4 +1,4 @@
-"""A name to the object it means: a gallery name, an import path, or ``./file.py:Name``. No registry.
+"""A name to what it means: a gallery name, an import path, or ``./file.py:Name``. No registry.
 
 The gallery is the files of `flexsparse.masks` and `flexsparse.selectors`: the file's name is the
 name, its public class is what is meant.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal, get_args
 
 from flexsparse.errors import ConfigError
@@ -25,7 +25,7 @@ Kind = Literal["rule", "score", "selector"]
 
 
 def resolve(name: str, kind: Kind | None = None) -> Any:
-    """The class, function or instance that ``name`` stands for; ``kind`` says where it will be used.
+    """The class, function or instance that ``name`` stands for; ``kind`` is what it will be used as.
 
     >>> resolve("prefix_lm", "rule").__name__
     'PrefixLM'
@@ -37,9 +37,9 @@ def resolve(name: str, kind: Kind | None = None) -> Any:
         return _named(name, kind)
     module = _file(where) if where.endswith(".py") else _module(where)
     found = _attribute(module, where, attribute)
-    fits = kind is None or kind_of(found) == kind
     # A function may also make what is wanted: what it returns is judged where it is called.
-    if not fits and not isinstance(found, FunctionType | MethodType):
+    free = callable(found) and not isinstance(found, type | MaskRule | ScoreRule)
+    if kind is not None and kind_of(found) != kind and not free:
         raise ConfigError(f"{name} is not a {kind}: {_said(found)}")
     return found
 
@@ -107,8 +107,9 @@ def _named(name: str, kind: Kind | None) -> Any:
             f"an import path has a colon before the object: {module_name}:{attribute}, not {name}"
         )
     raise ConfigError(
-        f"no {kind or 'rule, score or selector'} is named {name!r}{did_you_mean(name, known)}; there "
-        f"are {', '.join(sorted(known))}, import paths such as my_lab.rules:Name, and ./file.py:Name"
+        f"no {kind or 'rule, score or selector'} is named {name!r}{did_you_mean(name, known)}; "
+        f"there are {', '.join(sorted(known))}, import paths such as my_lab.rules:Name, and "
+        "./file.py:Name"
     )
 
 
@@ -119,7 +120,9 @@ def _module(where: str) -> ModuleType:
         # One of the module's own imports may be what is missing.
         asked = where.split(".")
         inner = error.name not in [".".join(asked[: i + 1]) for i in range(len(asked))]
-        detail = f": it needs {error.name}" if inner else ": it is neither installed nor in the folder"
+        detail = (
+            f": it needs {error.name}" if inner else ": it is neither installed nor in the folder"
+        )
         raise ConfigError(f"cannot import {where}{detail}") from error
     except Exception as error:
         raise ConfigError(f"cannot import {where}: {_fault(error)}") from error
@@ -148,11 +151,10 @@ def _attribute(module: ModuleType, where: str, attribute: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = [n.__name__ for n in _own(module)] or ["nothing public"]
-            raise ConfigError(
-                f"{where} has no {attribute}{did_you_mean(attribute, names)}; it defines "
-                f"{', '.join(names)}"
-            )
+            names = [n.__name__ for n in _own(module)]
+            defines = f"; it defines {', '.join(names)}" if names else ""
+            near = did_you_mean(attribute, [n for n in vars(module) if not n.startswith("_")])
+            raise ConfigError(f"{where} has no {attribute}{near}{defines}")
         found = getattr(found, part)
     return found
 

@@ -207,13 +207,13 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
     Outside it is made anew each time: a closure may have come to hold something else.
     """
     if torch.compiler.is_compiling():
-        traced = mod.__dict__.get(TRACE)
-        if traced is None:
+        made: Traced | None = vars(mod).get(TRACE)
+        if made is None:
             raise RuleError(
                 f"a {slot} made or composed inside a compiled region cannot be traced there: make "
                 "it, and call attention or make_plan with it once, outside"
             )
-        return traced
+        return made
     traced = trace_lifted(mod, arguments, f"{slot} {describe(mod)}")
     object.__setattr__(mod, TRACE, traced)
     return traced

@@ -11,34 +11,19 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flexsparse.errors import FlexSparseError, RuleError
+from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, where_in_traceback
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
-
-# Every axis has a length of its own, so that a result with a foreign axis shows.
-_PROBE = {
-    "b": (2, 1, 1, 1),
-    "h": (1, 3, 1, 1),
-    "q_idx": (1, 1, 5, 1),
-    "kv_idx": (1, 1, 1, 7),
-    "score": (2, 3, 5, 7),
-}
-_POINTWISE_UNTAGGED = frozenset({"aten.floor_divide", "aten.fmod", "aten.where"})
-_PACKAGE = Path(__file__).resolve().parent
-_TORCH = Path(torch.__file__).resolve().parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +48,21 @@ class Traced:
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
     check_arity(mod, arguments, name)
-    recorder = _Recorder(name)
-    inputs = [recorder.argument(a, _PROBE[a]) for a in arguments]
+    recorder = Recorder(name)
+    inputs = [recorder.argument(a, PROBE[a]) for a in arguments]
     try:
-        with torch.no_grad(), recorder.fake, recorder, _NoValues(recorder):
+        with torch.no_grad(), recorder.fake, recorder, NoValues(recorder):
             result = mod(*inputs)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         raise RuleError(str(refusal)) from None
     except FlexSparseError:
         raise
     except Exception as error:
-        where = _where_in_traceback(error) or "its body"
+        where = where_in_traceback(error) or "its body"
         raise RuleError(f"{name} failed at {where}: {type(error).__name__}: {error}") from error
     try:
         variable = recorder.result(result, "score" in arguments)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         raise RuleError(str(refusal)) from None
     source = recorder.source(arguments, variable)
     forms = ";".join(f"{t.dtype}/{t.ndim}/{t.requires_grad}" for t in recorder.captured)
@@ -119,281 +104,6 @@ def check_arity(mod: Callable[..., Any], arguments: Sequence[str], name: str) ->
     )
 
 
-class _Refusal(Exception):
-    """A refusal on its way out. No TypeError: torch's operators would swallow one."""
-
-
-@dataclass(frozen=True)
-class _Fix:
-    """What an operation is called in a refusal, and what to write instead."""
-
-    what: str
-    instead: str
-
-
-_REDUCED = _Fix(
-    "reduces over an axis or a list of values",
-    "a kernel sees one (query, key) pair at a time: precompute a boolean table, capture it, "
-    "and index it, such as table[q_idx, kv_idx]; candidate lists belong in a Selection",
-)
-_MUTATED = _Fix(
-    "writes in place", "write m = m & other instead of m &= other, and keep no counters"
-)
-_RANDOM = _Fix("draws random numbers", "draw a tensor once, capture it, and index it")
-_VALUE = _Fix(
-    "asks for the value of a tensor",
-    "indices have no value until the kernel runs: use &, |, ~, torch.where, torch.maximum, or "
-    "index a captured tensor",
-)
-_SLICED = _Fix(
-    "slices a captured tensor, or leaves an axis of it unindexed",
-    "index every axis by a scalar, such as table[b, h, q_idx, kv_idx]",
-)
-_COMPUTED = _Fix("indexes a tensor that it computes", "compute the table first, and capture it")
-
-
-_BRANCH = _Fix(
-    "branches in Python on a tensor",
-    "indices have no value until the kernel runs: write & for and, | for or, ~ for not, "
-    "(a <= x) & (x < b) for a <= x < b, torch.where for if, torch.maximum for max",
-)
-_READS_VALUE = {
-    Tensor.__bool__: _BRANCH,
-    Tensor.__contains__: _BRANCH,
-    Tensor.__index__: _VALUE,
-    Tensor.__int__: _VALUE,
-    Tensor.__float__: _VALUE,
-    Tensor.item: _VALUE,
-    Tensor.tolist: _VALUE,
-    Tensor.numpy: _VALUE,
-}
-
-
-class _NoValues(TorchFunctionMode):
-    """Refuses what reads a tensor's value in Python, before torch answers in its own words."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if (fix := _READS_VALUE.get(func)) is not None:
-            self.recorder.refuse(fix)
-        return func(*args, **(kwargs or {}))
-
-
-class _Recorder(TorchDispatchMode):
-    """Writes down each operation of a mod, and refuses what a fused kernel cannot do."""
-
-    def __init__(self, name: str) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        super().__init__()
-        self.name = name
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.lines: list[tuple[str, str, frozenset[str]]] = []
-        self.captured: list[Tensor] = []
-        self._stand_ins: list[Tensor] = []
-        self._names: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # ids stay unique while their tensors live
-
-    def argument(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        with self.fake:
-            tensor = torch.empty(
-                shape, dtype=torch.float32 if name == "score" else torch.int32, device="cpu"
-            )
-        return self._named(tensor, name)
-
-    def _named(self, tensor: Tensor, name: str) -> Tensor:
-        self._names[id(tensor)] = name
-        self._alive.append(tensor)
-        return tensor
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
-        constant = all(self._names.get(id(x), "t").startswith("t") for x in flat)
-        packet = str(func.overloadpacket)
-        if packet == "aten.lift_fresh":
-            return args[0]
-        if flat and constant and _is_view(func):
-            # A view of captured tensors shares their memory: capture the view itself.
-            with _disable_current_modes(), torch.enable_grad():
-                return func(*args, **kwargs)
-        self._refuse(func, packet, args, flat)
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        if packet == "aten.index" and args[0].requires_grad and id(args[0]) in self._names:
-            # FlexAttention sums the gradient of a captured tensor at one place only.
-            self._capture(args[0])
-        inputs = [self._text(x) for x in args]
-        keywords = [
-            f"{k}={'device' if k == 'device' else self._text(v)}"
-            for k, v in kwargs.items()
-            if k not in ("layout", "pin_memory", "memory_format")
-        ]
-        stood = _mapped((args, kwargs), self._stand_in)
-        result = func(*stood[0], **stood[1])
-        if not isinstance(result, Tensor):
-            return result
-        if packet != "aten.index" and func.namespace != "aten":
-            shapes = [x.shape for x in _leaves(stood) if isinstance(x, Tensor)]
-            if result.shape != torch.broadcast_shapes(*shapes):
-                self.refuse(_REDUCED)
-        variable = f"v{len(self.lines)}"
-        call = f"torch.ops.{func}({', '.join(inputs + keywords)})"
-        if packet == "aten.index":
-            # As the user wrote it: FlexAttention differentiates a captured tensor where Python
-            # indexes it, and nowhere else.
-            call = f"{inputs[0]}{inputs[1]}"
-        read = frozenset(n for x in flat if (n := self._names.get(id(x))))
-        self.lines.append((variable, call, read))
-        return self._named(result, variable)
-
-    def _refuse(self, func: Any, packet: str, args: tuple[Any, ...], flat: list[Tensor]) -> None:
-        if "_local_scalar_dense" in packet or packet in ("aten.item", "aten.equal"):
-            self.refuse(_VALUE)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.refuse(_RANDOM)
-        if func._schema.is_mutable:
-            self.refuse(_MUTATED)
-        if packet == "aten.index":
-            table, indices = args
-            if id(table) in self._names and not self._names[id(table)].startswith("t"):
-                self.refuse(_COMPUTED)
-            if len(indices) != table.ndim or any(i is None for i in indices):
-                self.refuse(_SLICED)
-            if any(i.dtype == torch.bool for i in indices):
-                self.refuse(_REDUCED)
-            return
-        if func.namespace == "aten":
-            if packet in ("aten.slice", "aten.select", "aten.narrow", "aten.unbind", "aten.split"):
-                self.refuse(_SLICED)
-            made = not flat and packet in (
-                "aten.full",
-                "aten.zeros",
-                "aten.ones",
-                "aten.scalar_tensor",
-            )
-            like = packet in (
-                "aten._to_copy", "aten.clone", "aten.detach", "aten.zeros_like", "aten.ones_like",
-                "aten.full_like", "aten.new_ones", "aten.new_zeros", "aten.new_full",
-            )  # fmt: skip
-            if made or like:
-                return
-            if torch.Tag.pointwise not in func.tags and packet not in _POINTWISE_UNTAGGED:
-                self.refuse(_REDUCED)
-        for tensor in flat:
-            if tensor.ndim and self._names.get(id(tensor), "t").startswith("t"):
-                raise _Refusal(
-                    f"{self.name} uses a captured tensor of shape {list(tensor.shape)} whole at "
-                    f"{self._user_line()}: index it, such as table[b] or table[q_idx]"
-                )
-
-    def refuse(self, fix: _Fix) -> None:
-        raise _Refusal(f"{self.name} {fix.what} at {self._user_line()}: {fix.instead}")
-
-    def _user_line(self) -> str:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if _is_users(frame.f_code.co_filename):
-                return _spot(frame.f_code.co_filename, frame.f_lineno)
-            frame = frame.f_back
-        return "its body"
-
-    def _capture(self, tensor: Tensor) -> str:
-        name = f"t{len(self.captured)}"
-        self.captured.append(tensor)
-        self._named(tensor, name)
-        with _disable_current_modes(), self.fake:
-            self._stand_ins.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-        return name
-
-    def _stand_in(self, value: Any) -> Any:
-        """Captured tensors may live anywhere; the recording happens on fake CPU tensors."""
-        if isinstance(value, Tensor):
-            name = self._names.get(id(value)) or self._capture(value)
-            if name.startswith("t"):
-                return self._stand_ins[int(name[1:])]
-        return value
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Tensor):
-            return self._names.get(id(value)) or self._capture(value)
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(v) for v in value)}]"
-        if isinstance(value, float):
-            return (
-                f"float({str(value)!r})"
-                if value != value or abs(value) == float("inf")
-                else repr(value)
-            )
-        return str(value) if isinstance(value, torch.dtype) else repr(value)
-
-    def result(self, value: Any, is_score: bool) -> str:
-        """The variable a mod returned, if it is what its slot needs."""
-        wanted = "a float tensor (the new score)" if is_score else "a bool tensor"
-        if not isinstance(value, Tensor):
-            raise RuleError(
-                f"{self.name} must return {wanted}, but returned {value!r} ({type(value).__name__}): "
-                "compute it from the indices, such as q_idx >= kv_idx"
-            )
-        if is_score and not value.is_floating_point():
-            raise RuleError(
-                f"{self.name} must return {wanted}, but returned {value.dtype}: what may be seen is "
-                "a rule (rule=); a score changes the score, such as score + bias[h]"
-            )
-        if not is_score and value.dtype != torch.bool:
-            raise RuleError(
-                f"{self.name} must return {wanted}, but returned {value.dtype}: compare, such as "
-                "value > 0; what changes a score is a score_mod (score=)"
-            )
-        name = self._text(value)
-        if name.startswith("t") and value.ndim:
-            self.refuse(_SLICED)
-        if value.ndim > 4 or any(
-            n not in (1, p) for n, p in zip(value.shape[::-1], (7, 5, 3, 2), strict=False)
-        ):
-            self.refuse(_SLICED)
-        return name
-
-    def reach(self, variable: str) -> frozenset[str]:
-        """Every name that ``variable`` depends on."""
-        reached = {variable}
-        for name, _, read in reversed(self.lines):
-            if name in reached:
-                reached |= read
-        return frozenset(reached)
-
-    def gathers(self, variable: str) -> int:
-        needed = self.reach(variable)
-        pair = {"q_idx", "kv_idx"}
-        return sum(
-            name in needed and "[" in call.partition("(")[0] and pair <= self.reach(name)
-            for name, call, _ in self.lines
-        )
-
-    def source(self, arguments: Sequence[str], variable: str) -> str:
-        needed = self.reach(variable)
-        names = [*arguments, *(f"t{i}" for i in range(len(self.captured)))]
-        body = [f"    {name} = {call}" for name, call, _ in self.lines if name in needed]
-        if any("device=device" in line for line in body):
-            body.insert(0, "    device = q_idx.device")
-        return "\n".join([f"def mod({', '.join(names)}):", *body, f"    return {variable}", ""])
-
-
 def _compile_source(source: str) -> Callable[..., Tensor]:
     # The name of the file is the code itself, in short: torch's stack traces stay apart by kind.
     filename = f"<mod {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
@@ -403,46 +113,3 @@ def _compile_source(source: str) -> Callable[..., Tensor]:
     function = scope["mod"]
     assert isinstance(function, FunctionType)
     return function
-
-
-def _is_view(func: Any) -> bool:
-    return any(
-        a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments
-    )
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for v in value for leaf in _leaves(v)]
-    if isinstance(value, dict):
-        return [leaf for v in value.values() for leaf in _leaves(v)]
-    return [value]
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(v, change) for v in value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    return change(value)
-
-
-def _is_users(filename: str) -> bool:
-    path = Path(filename)
-    if _TORCH in path.parents:
-        return False
-    return _PACKAGE not in path.resolve().parents or path.parent.name == "masks"
-
-
-def _spot(filename: str, line: int) -> str:
-    text = linecache.getline(filename, line).strip()
-    return f"{Path(filename).name}:{line}" + (f" `{text}`" if text else "")
-
-
-def _where_in_traceback(error: BaseException) -> str | None:
-    spot, step = None, error.__traceback__
-    while step is not None:
-        if _is_users(step.tb_frame.f_code.co_filename):
-            spot = _spot(step.tb_frame.f_code.co_filename, step.tb_lineno)
-        step = step.tb_next
-    return spot

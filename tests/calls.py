@@ -73,7 +73,9 @@ def tensors(call: Call, device: torch.device) -> tuple[tuple[Tensor, ...], dict[
         "tile": call.tile,
     }
     if call.offset == "each":
-        options["q_offset"] = torch.randint(-3, call.kv_len, (call.batch,), generator=draw).to(device)
+        options["q_offset"] = torch.randint(-3, call.kv_len, (call.batch,), generator=draw).to(
+            device
+        )
     elif call.offset != "default":
         options["q_offset"] = int(call.offset)
     if call.sink:
@@ -117,8 +119,6 @@ def _documents(call: Call, draw: torch.Generator, device: torch.device) -> Tenso
 def _table(call: Call, draw: torch.Generator, device: torch.device) -> fs.MaskRule:
     table = (torch.rand(call.heads, call.kv_len, generator=draw) > 0.4).to(device)
     return fs.MaskRule.of(lambda b, h, q, kv: table[h, kv])
-
-
 
 
 RULES: dict[str, Make] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,6 @@ def test_a_table_of_the_keys_serves_fewer_queries_at_their_positions(q_len: int)
     close(got, dense(q, k, v, (ids[i] == ids[j]) & (i >= j))[0])
 
 
-@pytest.mark.parametrize("backend", ["tiles", "auto"])
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -128,19 +128,20 @@ def test_a_table_of_the_keys_serves_fewer_queries_at_their_positions(q_len: int)
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_a_table_read_outside_its_length_is_an_error_that_names_the_rule(
-    options: dict[str, Any], named: str, backend: str
+    options: dict[str, Any], named: str
 ) -> None:
     """B03. Reading past a table, or before it, is refused before any kernel runs."""
     q, k, v = tensors(64, 64, batch=2)
     with pytest.raises(fs.FlexSparseError, match=named):
-        fs.attention(q, k, v, backend=backend, **options)
+        fs.attention(q, k, v, **options)
 
 
 # Positions
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len"), [(5, 12), (130, 300), (1, 1), (1, 64), (65, 64), (12, 5), (64, 200), (1, 513)]
+    ("q_len", "kv_len"),
+    [(5, 12), (130, 300), (1, 1), (1, 64), (65, 64), (12, 5), (64, 200), (1, 513)],
 )
 def test_causal_is_bottom_right_unless_an_offset_says_otherwise(q_len: int, kv_len: int) -> None:
     """B05. Top-left alignment surprised who decodes with a cache; here each is asked for by name."""
@@ -321,7 +322,9 @@ def test_a_candidate_block_must_be_a_positive_int(block: Any) -> None:
             fs.Selection.from_indices(indices, kv_len=64, q_len=64, **{name: block})
 
 
-@pytest.mark.parametrize(("q_block", "kv_block"), [(1, 1), (8, 8), (3, 5), (16, 100), (64, 8), (70, 70)])
+@pytest.mark.parametrize(
+    ("q_block", "kv_block"), [(1, 1), (8, 8), (3, 5), (16, 100), (64, 8), (70, 70)]
+)
 def test_candidate_blocks_of_any_size_stay_exact_inside_tiles(q_block: int, kv_block: int) -> None:
     """B27. Blocks finer or coarser than a tile, or dividing nothing, select their own pairs only."""
     q, k, v = tensors(70, 90)
@@ -389,11 +392,11 @@ def test_a_moved_layout_means_the_same() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layout_built_on_the_cpu_runs_on_the_gpu() -> None:
+def test_a_layout_built_on_the_cpu_runs_on_the_gpu(device: torch.device) -> None:
     """B29. Built ahead on the host, moved, and run."""
-    q, k, v = (x.cuda() for x in tensors(64, 64, batch=2))
-    layout = moving_layout().to("cuda")
-    rule = Shifted(torch.tensor([0, 5], device="cuda"))
+    q, k, v = (x.to(device) for x in tensors(64, 64, batch=2))
+    layout = moving_layout().to(device)
+    rule = Shifted(torch.tensor([0, 5], device=device))
     assert layout.select is not None
     plan = fs.make_plan(q, k, v, rule=rule, select=layout.select, sanitize=True)
     want = dense(q, k, v, layout.dense())[0]
@@ -434,7 +437,9 @@ def test_a_layout_for_a_shorter_length_is_the_one_built_for_it(length: int) -> N
 
 def test_unused_slots_of_every_list_are_harmless() -> None:
     """B31. Slots past the count hold 0: who reads one finds a tile that exists."""
-    layout = fs.build_layout(rule=SlidingWindow(70), grid=fs.Grid(300, 640), heads=(2, 2), block_size=64)
+    layout = fs.build_layout(
+        rule=SlidingWindow(70), grid=fs.Grid(300, 640), heads=(2, 2), block_size=64
+    )
     for counts, slots in zip(layout.lists[::2], layout.lists[1::2], strict=True):
         used = torch.arange(slots.shape[-1]) < counts[..., None]
         assert bool((slots[~used] == 0).all())
@@ -499,7 +504,9 @@ def largest(build: Callable[[], object]) -> int:
     return seen.bytes
 
 
-@pytest.mark.parametrize("rule", [Causal(), SlidingWindow(500), Causal() & AttentionSink(4)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Causal(), SlidingWindow(500), Causal() & AttentionSink(4)], ids=str
+)
 def test_building_a_layout_never_holds_the_whole_mask(rule: fs.MaskRule) -> None:
     """B37. A mask of S times S pairs was made first; the layout itself needs a few kilobytes."""
 
@@ -515,11 +522,11 @@ def test_building_a_layout_never_holds_the_whole_mask(rule: fs.MaskRule) -> None
 def test_building_a_layout_from_candidates_never_holds_the_whole_mask() -> None:
     """B37. A selection of blocks costs memory by its blocks."""
     indices = torch.arange(8192 // 64)[None, None, :, None]
-    selection = fs.Selection.from_indices(
-        indices, kv_len=8192, q_len=8192, q_block=64, kv_block=64
-    )
+    selection = fs.Selection.from_indices(indices, kv_len=8192, q_len=8192, q_block=64, kv_block=64)
     grid = fs.Grid(8192, 8192)
-    used = largest(lambda: fs.build_layout(rule=Causal(), select=selection, grid=grid, heads=(2, 2)))
+    used = largest(
+        lambda: fs.build_layout(rule=Causal(), select=selection, grid=grid, heads=(2, 2))
+    )
     assert used < 8192 * 8192 // 2
 
 
@@ -533,9 +540,11 @@ def test_softcap_bends_the_score_and_masking_comes_after(length: int, cap: float
     q, k, v = (3 * x for x in tensors(length, length))
     i, j = index(length, length)
     want = dense(q, k, v, i >= j, lambda s: cap * torch.tanh(s / cap))[0]
-    close(fs.attention(q, k, v, rule=Causal(), score=Softcap(cap)), want)
-    capped = fs.attention(q, k, v, rule=Causal(), score=lambda s, b, h, q, kv: cap * torch.tanh(s / cap))
-    close(capped, want)
+    close(fs.attention(q, k, v, rule=Causal(), score=Softcap(cap)), want, atol=5e-5)
+    capped = fs.attention(
+        q, k, v, rule=Causal(), score=lambda s, b, h, q, kv: cap * torch.tanh(s / cap)
+    )
+    close(capped, want, atol=5e-5)
 
 
 def test_the_future_does_not_leak_through_a_score() -> None:
@@ -564,7 +573,8 @@ def test_prefix_lm_holds_at_its_edges(length: int) -> None:
     q, k, v = tensors(length, length, batch=4)
     i, j = index(length, length)
     seen = (j < torch.tensor(prefixes)[:, None, None, None]) | (i >= j)
-    assert torch.equal(seen[0], i >= j)[None] if False else torch.equal(seen[0, 0], i >= j)
+    assert torch.equal(seen[0, 0], i >= j) and torch.equal(seen[1, 0], i >= j)
+    assert bool(seen[3].all())
     for dtype in (torch.int32, torch.int64):
         got = fs.attention(q, k, v, rule=PrefixLM(torch.tensor(prefixes, dtype=dtype)))
         close(got, dense(q, k, v, seen)[0])
@@ -718,8 +728,9 @@ def test_a_rule_that_cannot_be_fused_names_itself_its_line_and_the_rewrite(name:
         fs.attention(*tensors(8, 8), rule=mod)
     message = str(caught.value)
     assert mod.__name__ in message
-    at = [int(part.split("`")[0].split(":")[0].split(" ")[0]) for part in message.split("test_cases_masks.py:")[2:]]
-    assert any(first <= line < first + len(lines) for line in at), message
+    at = re.search(r" at test_cases_masks\.py:(\d+) ", message)
+    assert at is not None, message
+    assert first <= int(at[1]) < first + len(lines)
 
 
 @pytest.mark.parametrize(
@@ -804,7 +815,10 @@ def test_the_rewrites_that_errors_suggest_are_exact() -> None:
     i, j = index(40, 40)
     n = N[:, None, None, None]
     for rule, seen in (
-        (lambda b, h, q, kv: torch.where(kv > 2, q >= kv, q < kv), torch.where(j > 2, i >= j, i < j)),
+        (
+            lambda b, h, q, kv: torch.where(kv > 2, q >= kv, q < kv),
+            torch.where(j > 2, i >= j, i < j),
+        ),
         (lambda b, h, q, kv: kv < N[b], j < n),
         (lambda b, h, q, kv: (kv == 1) | (kv == 2) | (kv == 3), (j >= 1) & (j <= 3)),
         (lambda b, h, q, kv: (kv > 3) & (kv < 9), (j > 3) & (j < 9)),

@@ -134,7 +134,17 @@ def test_the_sweep_stays_within_sixty_kernels() -> None:
     assert len(FUSED) + len(MORE_FUSED) <= 60
 
 
-BLOCKS = ((16, 16), (32, 64), (64, 32), (64, 64), (128, 128), (128, 256), (256, 128), (256, 256), (20, 100))
+BLOCKS = (
+    (16, 16),
+    (32, 64),
+    (64, 32),
+    (64, 64),
+    (128, 128),
+    (128, 256),
+    (256, 128),
+    (256, 256),
+    (20, 100),
+)
 ON_GPU = [
     Call(
         rule=rule,

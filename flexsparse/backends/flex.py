@@ -18,7 +18,7 @@ from torch import Tensor
 from flexsparse.backends import Call, Work
 from flexsparse.device import compiles
 from flexsparse.errors import CompileError
-from flexsparse.layout import Layout
+from flexsparse.layout import Layout, as_block_mask
 from flexsparse.program import ScoreProgram
 
 name = "flex"
@@ -83,28 +83,20 @@ def _body(layout: Layout, work: Work) -> Kernel:
         q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor | None], tables: list[Tensor],
         score_tables: list[Tensor],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-        mask = BlockMask(
-            seq_lengths=(q.shape[2], k.shape[2]),
-            kv_num_blocks=lists[0],
-            kv_indices=lists[1],
-            full_kv_num_blocks=lists[2],
-            full_kv_indices=lists[3],
-            q_num_blocks=lists[4],
-            q_indices=lists[5],
-            full_q_num_blocks=lists[6],
-            full_q_indices=lists[7],
-            BLOCK_SIZE=block_size,
-            mask_mod=program.mod(tables),
-        )
-        score_mod = None if score is None else _score_mod(score, score_tables, split)
-        result = flex_attention(
-            q, k, v, score_mod=score_mod, block_mask=mask, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
-            return_aux=AuxRequest(lse=True) if want_lse else None,
-        )  # fmt: skip
-        return (result[0], result[1].lse) if want_lse else (result, None)
+        lengths = (q.shape[2], k.shape[2])
+        keywords: dict[str, Any] = {
+            "score_mod": None if score is None else _score_mod(score, score_tables, split),
+            "block_mask": as_block_mask(lists, lengths, block_size, program.mod(tables)),
+            "scale": scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+            "kernel_options": options,
+        }
+        if not want_lse:
+            return flex_attention(q, k, v, **keywords), None
+        out, aux = flex_attention(q, k, v, **keywords, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
 
     return flex
 
@@ -126,10 +118,7 @@ def _score_mod(
     ]
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        read = [
-            t[h - h] if form == "scalar" else t
-            for t, form in zip(given, split, strict=True)
-        ]
+        read = [t[h - h] if form == "scalar" else t for t, form in zip(given, split, strict=True)]
         if spread:
             b, h = b + (q_idx - q_idx), h + (q_idx - q_idx)
         return score.mod(read)(s, b, h, q_idx, kv_idx)

@@ -66,7 +66,7 @@ class Backward(NamedTuple):
         changed, differentiate = raw, None
         if walk.score is not None:
             # Only the score rule is differentiated by torch; the rest is written out.
-            changed, differentiate = torch.func.vjp(
+            changed, differentiate, *_ = torch.func.vjp(
                 lambda raw, *learned: walk.rescored(raw, at, *self._tables(learned)),
                 raw,
                 *self._owned(),

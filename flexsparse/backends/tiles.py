@@ -52,10 +52,9 @@ def tiles_forward(
     batch, heads, q_len, _ = q.shape
     rows = walk.span.tiles[0]
     total = batch * heads * rows
-    options = {"dtype": walk.q.dtype, "device": q.device}
-    peak = torch.full((total, walk.span.q_tile), -torch.inf, **options)
-    mass = torch.zeros((total, walk.span.q_tile), **options)
-    out = torch.zeros((total, walk.span.q_tile, v.shape[-1]), **options)
+    peak = walk.q.new_full((total, walk.span.q_tile), -torch.inf)
+    mass = walk.q.new_zeros((total, walk.span.q_tile))
+    out = walk.q.new_zeros((total, walk.span.q_tile, v.shape[-1]))
     area = walk.span.q_tile * walk.span.kv_tile
     for tiles in steps((lists[0], lists[2]), (lists[1], lists[3]), (batch, heads), area):
         scores, at, seen = walk.pairs(tiles)

@@ -5,15 +5,18 @@
     {"./mine.py:Banded": {width: 4}}                    the same from a file
     {and: [causal, {or: [{not: …}, …]}]}                the algebra of rules
     [{softcap: {cap: 30.0}}, …]                         scores, one after the other
+
+A list becomes a tensor where the argument is one.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -27,6 +30,7 @@ from flexsparse.scores import ScoreRule, as_score
 from flexsparse.selectors.base import Selector
 
 Note = Callable[[At, str], None]
+T = TypeVar("T")
 
 
 def build_rule(spec: object, at: At, note: Note) -> MaskRule | None:
@@ -76,9 +80,6 @@ def build_part(spec: object, kind: Kind | None, at: At, note: Note) -> Any:
         what = kind or "rule, score or selector"
         note(at, f"must be the name of a {what}, or {{name: {{argument: value}}}}, got {spec!r}")
         return None
-    if arguments is not None and not isinstance(arguments, dict):
-        note(at, f"arguments must be a mapping, {{argument: value}}, got {arguments!r}")
-        return None
     try:
         found = resolve(name, kind)
     except ConfigError as error:
@@ -86,6 +87,9 @@ def build_part(spec: object, kind: Kind | None, at: At, note: Note) -> Any:
         return None
     if arguments is None and not isinstance(found, type):
         return found
+    if arguments is not None and not isinstance(arguments, dict):
+        note(at, f"arguments must be a mapping, {{argument: value}}, got {arguments!r}")
+        return None
     return _called(found, name, arguments or {}, at, note)
 
 
@@ -110,21 +114,29 @@ def _called(found: Any, name: str, arguments: dict[str, Any], at: At, note: Note
             right = False
     needed = [n for n, p in named.items() if p.default is p.empty and n not in arguments]
     if needed:
-        note(at, f"{name} needs {' and '.join(needed)}, such as {{{name}: {{{needed[0]}: …}}}}")
+        first = needed[0]
+        note(
+            at,
+            f"{name} needs {' and '.join(needed)}: give it as {{{name}: {{{first}: …}}}}, or on the "
+            f"command line as {first}=…",
+        )
     if needed or not right:
         return None
     try:
         return found(**clean)
     except FlexSparseError as error:
-        note(at, str(error))
+        said = str(error)
     except Exception as error:
-        note(at, f"{name} raised {type(error).__name__}: {error}")
+        said = f"{name} raised {type(error).__name__}: {error}"
+    # The place of the argument that the sentence speaks of, if it speaks of one.
+    meant = [key for key in clean if re.search(rf"\b{re.escape(key)}\b", said)]
+    note((*at, meant[0]) if len(meant) == 1 else at, said)
     return None
 
 
 def _hints(found: Any) -> dict[str, Any]:
     try:
-        return get_type_hints(found if not isinstance(found, type) else found.__init__)
+        return get_type_hints(found)
     except Exception:  # a hint that only a type checker can read
         return {}
 
@@ -138,10 +150,13 @@ def _typed(value: Any, hint: Any) -> Any:
         try:
             return torch.tensor(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"must be numbers that make a tensor, got {value!r}: {error}") from None
+            raise ValueError(
+                f"must be numbers that make a tensor, got {value!r}: {error}"
+            ) from None
     try:
         judge: TypeAdapter[Any] = TypeAdapter(
-            hint, config=ConfigDict(arbitrary_types_allowed=True, strict=not isinstance(value, list))
+            hint,
+            config=ConfigDict(arbitrary_types_allowed=True, strict=not isinstance(value, list)),
         )
     except Exception:  # a type that pydantic cannot judge is left to the class itself
         return value
@@ -152,7 +167,7 @@ def _typed(value: Any, hint: Any) -> Any:
         raise ValueError(f"{said.replace('Input should be', 'must be')}, got {value!r}") from None
 
 
-def _judged(made: Any, judge: Callable[[object], Any], at: At, note: Note) -> Any:
+def _judged(made: object, judge: Callable[[object], T | None], at: At, note: Note) -> T | None:
     if made is None:
         return None
     try:

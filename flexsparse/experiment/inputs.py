@@ -19,7 +19,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def load_inputs(given: Input, dtype: torch.dtype, device: torch.device, seed: int) -> QKV:
-    """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` in ``dtype`` on ``device``."""
+    """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``, all contiguous."""
     if given.random is not None:
         q, k, v = _random(given.random, seed)
     elif given.file is not None:
@@ -36,9 +36,7 @@ def _random(shape: RandomInput, seed: int) -> QKV:
     keys = (shape.kv_heads or shape.heads, shape.kv_len or shape.q_len)
     sizes = ((shape.heads, shape.q_len), keys, keys)
     # Drawn on the CPU, so that every device gets the same numbers.
-    q, k, v = (
-        torch.randn(shape.batch, *size, shape.head_dim, generator=draw) for size in sizes
-    )
+    q, k, v = (torch.randn(shape.batch, *size, shape.head_dim, generator=draw) for size in sizes)
     return q, k, v
 
 

@@ -38,7 +38,7 @@ def quality(
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     chunk = max(1, _PAIRS // (grid.batch * heads * grid.kv_len))
     kept = queries = off = size = 0.0
-    for rows in torch.arange(grid.q_len, device=q.device).split(chunk):
+    for rows in torch.split(torch.arange(grid.q_len, device=q.device), chunk):
         dense = allowed(grid, heads, rule=baseline, rows=rows)
         seen = allowed(grid, heads, rule=rule, select=select, fallback=fallback, rows=rows)
         scores = (q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5).masked_fill_(~dense, -torch.inf)

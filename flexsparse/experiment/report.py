@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from flexsparse.experiment.table import COSTS, KEEPS, QUESTION, Column, cells
+from flexsparse.experiment.table import QUESTION, TABLES, Column, cells
 from flexsparse.experiment.verdict import baseline, verdict
 
 STAGES = ("index", "layout", "movement", "kernel")
@@ -23,17 +23,17 @@ def write_report(
 ) -> None:
     """``rows`` as they stand in ``rows.jsonl``; ``config`` as YAML."""
     template = files("flexsparse.experiment").joinpath("report.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page.filters["brief"] = lambda value: "not finite" if value is None else f"{value:.3g}"
     finished = [row for row in rows if row["status"] != "failed"]
     text = page.from_string(template).render(
         name=name,
         question=QUESTION,
         verdict=verdict(rows),
         baseline=baseline(rows),
-        tables=[
-            _table("What each row keeps", KEEPS, rows),
-            _table("What it costs, in ms", COSTS, rows),
-        ],
+        tables=[_table(title, columns, rows) for title, columns in TABLES],
         bars=_bars(finished),
         stages=STAGES,
         stacks=_stacks(finished),
@@ -78,7 +78,9 @@ def _stacks(rows: list[dict[str, Any]]) -> dict[str, Any]:
             {
                 "name": row["name"],
                 "total": row["time_ms"]["total"],
-                "parts": [(s, row["time_ms"][s], 100 * row["time_ms"][s] / longest) for s in STAGES],
+                "parts": [
+                    (s, row["time_ms"][s], 100 * row["time_ms"][s] / longest) for s in STAGES
+                ],
             }
             for row in rows
         ],

@@ -60,15 +60,20 @@ def _measured(
     repeats: int,
     seed: int,
 ) -> dict[str, Any]:
-    row, device = case.row, qkv[0].device
-    rule, select, score = (moved(x, device) for x in (case.rule, case.select, case.score))
+    row, (q, k, v) = case.row, qkv
+    rule, select, score = (moved(x, q.device) for x in (case.rule, case.select, case.score))
     fallback = as_fallback(row.fallback)
-    call = {"rule": rule, "score": score, "q_offset": row.q_offset, "fallback": fallback}
-    forced = {"backend": row.backend, "tile": as_tile(row.tile)}
-    before, first = int(compiles), Stages(device)
+    call: dict[str, Any] = {
+        "rule": rule,
+        "score": score,
+        "q_offset": row.q_offset,
+        "fallback": fallback,
+    }
+    forced: dict[str, Any] = {"backend": row.backend, "tile": as_tile(row.tile)}
+    before, first = int(compiles), Stages(q.device)
     with first.stage("first"):
-        plan = make_plan(*qkv, select=select, **call, **forced)
-        plan.run(*qkv)
+        plan = make_plan(q, k, v, select=select, **call, **forced)
+        plan.run(q, k, v)
     times, result = time_plan(plan, qkv, repeats)
     budget = result.layout.budget()
     selection = result.layout.select
@@ -89,10 +94,13 @@ def _measured(
     if checked:
         sampled = None if checked is True else checked
         # The selection that was timed, not one chosen anew, is what the reference is asked about.
-        report = check(*qkv, select=selection, **call, **forced, rows=sampled, seed=seed)
+        report = check(q, k, v, select=selection, **call, **forced, rows=sampled, seed=seed)
         found["check"] = _checked(report)
         if not report.ok:
-            found |= {"status": "wrong", "error": f"first difference: {report.stage}; {report.detail}"}
+            found |= {
+                "status": "wrong",
+                "error": f"first difference: {report.stage}; {report.detail}",
+            }
     return found
 
 

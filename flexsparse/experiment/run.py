@@ -23,7 +23,9 @@ from flexsparse.parameters import moved
 Told = Callable[[dict[str, Any]], None]
 
 
-def run(experiment: Experiment, out: Path, told: Told = lambda record: None) -> list[dict[str, Any]]:
+def run(
+    experiment: Experiment, out: Path, told: Told = lambda record: None
+) -> list[dict[str, Any]]:
     """Runs all rows and leaves config.yaml, environment.json, rows.jsonl and report.html in ``out``.
 
     What stood there is replaced. ``told`` hears of each row as it is finished.
@@ -33,11 +35,7 @@ def run(experiment: Experiment, out: Path, told: Told = lambda record: None) -> 
     device = qkv[0].device
     rule = moved(experiment.baseline, device)
     around = environment(device)
-    _make(out)
-    (out / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
-    (out / "environment.json").write_text(json.dumps(around, indent=2) + "\n", encoding="utf-8")
-    # The report of an earlier run must not stand beside the rows of this one.
-    (out / "report.html").unlink(missing_ok=True)
+    _open(out, {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)})
     dense: dict[int | None, Dense] = {}
     records = []
     with (out / "rows.jsonl").open("w", encoding="utf-8") as file:
@@ -76,9 +74,14 @@ def _inputs(experiment: Experiment) -> QKV:
     return q, k, v
 
 
-def _make(out: Path) -> None:
+def _open(out: Path, texts: dict[str, str]) -> None:
+    """Makes the folder, with what is known before any row."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (out / name).write_text(f"{text.rstrip()}\n", encoding="utf-8")
+        # The report of an earlier run must not stand beside the rows of this one.
+        (out / "report.html").unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write results to {out}: {error.strerror}") from None
 

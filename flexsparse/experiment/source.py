@@ -1,7 +1,7 @@
 """YAML read strictly, each value with its place, so that an error can point at it.
 
-Scalars are YAML 1.2's: 1e-3 is a number, on, off, yes and no are words, 12:30 is not 750. A key that
-is written twice is an error.
+Scalars are YAML 1.2's: 1e-3 is a number, on, off, yes and no are words, 12:30 is not 750. A key
+that is written twice is an error.
 """
 
 from __future__ import annotations
@@ -89,10 +89,8 @@ class Source:
             at = (*at, key)
             if not parts:
                 break
-            if isinstance(holder, dict):
-                holder = holder.setdefault(key, {})
-            else:
-                holder = holder[key]
+            inside = isinstance(holder, dict)
+            holder = holder.setdefault(key, {}) if inside else holder[key]
         holder[key] = value
         for old in [p for p in self.places if p[: len(at)] == at]:
             del self.places[old]
@@ -138,8 +136,10 @@ def read(file: Path | str) -> Source:
         text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file {name}{_near(Path(file))}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {name}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {name}: byte {error.start} is not UTF-8") from None
     return parse(text, name)
 
 
@@ -175,7 +175,7 @@ def _value(
         ]
     if not isinstance(node, yaml.MappingNode):
         try:
-            return loader.construct_object(node)  # type: ignore[no-untyped-call]
+            return loader.construct_object(node)
         except ValueError as error:
             source.note(at, str(error))
             return None
@@ -205,6 +205,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _near(file: Path) -> str:
-    folder = file.parent
-    names = [p.name for p in folder.glob("*.y*ml")] if folder.is_dir() else []
-    return did_you_mean(file.name, names)
+    beside = [path.stem for path in file.parent.glob(f"*{file.suffix}")] if file.suffix else []
+    return did_you_mean(file.stem, beside)

@@ -27,9 +27,7 @@ class Dense:
     pairs: int
 
 
-def time_dense(
-    qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int
-) -> Dense:
+def time_dense(qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int) -> Dense:
     """Dense attention under ``baseline``, by torch where torch has it, and by this library.
 
     Only the kernels count: a dense layout never changes.

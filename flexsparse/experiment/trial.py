@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from flexsparse.checking import Report, check
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, ConfigError
 from flexsparse.experiment.build import build_part
 from flexsparse.experiment.config import Input, RandomInput
 from flexsparse.experiment.inputs import load_inputs
-from flexsparse.experiment.source import Source
+from flexsparse.experiment.source import At, Source
 from flexsparse.masks.causal import Causal
 from flexsparse.resolve import kind_of
 from flexsparse.viz import picture
-
-import torch
 
 # One past a block, so that every last tile is ragged; two batches and grouped heads.
 SHAPE = RandomInput(batch=2, heads=4, kv_heads=2, q_len=65, head_dim=16)
@@ -26,12 +26,17 @@ def trial(name: str, arguments: Iterable[str]) -> tuple[Report, str]:
 
     ``arguments`` are ``key=value``. Scores and selectors are tried under a causal rule.
     """
-    source = Source(name, {name: {}})
+    given = Source(name, {})
     for argument in arguments:
-        source.override(f"{name}.{argument}")
-    spec: object = source.data if source.data[name] else name
-    made = build_part(spec, None, (), source.note)
-    source.raise_noted()
+        given.override(argument)
+    problems: list[str] = []
+
+    def note(at: At, message: str) -> None:
+        problems.append(f"{at[-1]}: {message}" if len(at) > 1 else message)
+
+    made = build_part({name: given.data} if given.data else name, None, (), note)
+    if problems:
+        raise ConfigError("\n".join(problems))
     if isinstance(made, type):
         made = made()
     kind = kind_of(made)

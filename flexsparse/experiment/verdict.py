@@ -21,8 +21,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
         said = [f"{_word(sparse)}: {_best(sparse)}", _faster(sparse)]
     if any(row.get("backend") == "tiles" for row in rows):
         said.append(
-            "The tiles backend is plain torch, not a fused kernel: it proves results and counts work; "
-            "its times do not foretell those of a GPU kernel."
+            "The tiles backend is plain torch, not a fused kernel: it proves results and counts "
+            "work; its times do not foretell those of a GPU kernel."
         )
     for status in ("wrong", "failed"):
         bad = [row["name"] for row in rows if row["status"] == status]
@@ -51,10 +51,15 @@ def _word(sparse: list[dict[str, Any]]) -> str:
 def _best(sparse: list[dict[str, Any]]) -> str:
     best = max(sparse, key=lambda row: float(row["delivered"]))
     return (
-        f"'{best['name']}' came closest. It promised {best['promised']:.1f}x less work than dense "
+        f"'{best['name']}' came closest{_keeping(best)}. It promised {best['promised']:.1f}x less work than dense "
         f"attention and took {_speed(best['got'])}: {best['delivered']:.0%} of the promise was "
         "delivered."
     )
+
+
+def _keeping(row: dict[str, Any]) -> str:
+    kept = row["mass_kept"]
+    return "" if kept is None else f", keeping {kept:.0%} of the attention mass"
 
 
 def _speed(got: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
 from flexsparse.address import Identity
@@ -72,11 +73,11 @@ class Selector:
         batch = grid.batch if program.uses_batch else 1
         lanes = address.heads if program.uses_head else 1
         tiles = every_tile(batch, lanes, span, q.device)
-        reached = cover(program.mod(program.tables(grid, q.device)), tiles, span).count > 0
+        reached = cover(program.mod(program.tables(grid, q.device)), tiles, span).visible > 0
         reached = reached.view(batch, lanes, *span.tiles)
         if lanes > heads:
             # A list serves several query heads: it may hold what any of them may see.
-            reached = reached.unflatten(1, (heads, lanes // heads)).any(2)
+            reached = rearrange(reached, "b (g r) m n -> b g r m n", g=heads).any(2)
         return reached
 
     def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
@@ -101,15 +102,15 @@ def pooled(x: Tensor, block: int, fill: float) -> Tensor:
     """``[B, H, S, D]`` -> ``[B, H, C, block, D]``, the last block filled up with ``fill``."""
     missing = -x.shape[2] % block
     x = torch.nn.functional.pad(x, (0, 0, 0, missing), value=fill)
-    return x.unflatten(2, (-1, block))
+    return rearrange(x, "b h (c s) d -> b h c s d", s=block)
 
 
 def per_list(x: Tensor, kv_heads: int, heads: Heads, how: Literal["max", "sum"]) -> Tensor:
     """``[B, Hq, …]`` -> one entry a list: shared by all, one a KV head, or one a query head."""
     if heads == "query":
         return x
-    groups = x.unflatten(1, (1 if heads == "shared" else kv_heads, -1))
-    return groups.amax(2) if how == "max" else groups.sum(2)
+    lists = 1 if heads == "shared" else kv_heads
+    return reduce(x, "b (g r) m n -> b g m n", how, g=lists)
 
 
 def check_sharing(name: str, heads: str) -> None:
