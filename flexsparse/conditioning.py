@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from einops import reduce
+from einops import rearrange
 from torch import Tensor
 
 from flexsparse.grid import Grid
@@ -30,7 +30,7 @@ def term_sizes(
     """The largest sum of absolute terms in out, lse, and each gradient, for the queries ``rows``."""
     q, k, v = (inputs[name].detach().double() for name in ("q", "k", "v"))
     grid = Grid(q.shape[2], k.shape[2], q_offset=common["q_offset"], batch=q.shape[0])
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    kv_heads = k.shape[1]
     seen = allowed(
         grid,
         q.shape[1],
@@ -39,12 +39,18 @@ def term_sizes(
         fallback=common["fallback"],
         rows=rows,
     )
+
+    def packed(x: Tensor) -> Tensor:
+        return rearrange(x, "b (g r) n d -> b g (r n) d", g=kv_heads)
+
+    def unpacked(x: Tensor) -> Tensor:
+        return rearrange(x, "b g (r n) d -> b (g r) n d", n=len(rows))
+
     q = q[:, :, rows]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    hidden = ~seen.any(2)[..., None]
+    hidden = ~packed(seen).any(2)[..., None]
     k, v = (x.masked_fill(hidden, 0) for x in (k, v))
     scale = common["scale"] or q.shape[-1] ** -0.5
-    raw = q @ k.mT * scale
+    raw = unpacked(packed(q) @ k.mT) * scale
     score, steep = raw, torch.ones_like(raw)
     rule = as_score(common["score"])
     if rule is not None:
@@ -55,15 +61,15 @@ def term_sizes(
             steep = torch.autograd.grad(score.sum(), leaf, retain_graph=True)[0].abs()
     weight = score.detach().masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
     d_out, d_lse = (w.double().abs() for w in weights)
-    mixed = weight @ v.abs()
+    mixed = unpacked(packed(weight) @ v.abs())
     own = (d_out * mixed).sum(-1) + d_lse
-    flow = weight * (d_out @ v.abs().mT + own[..., None])
+    flow = weight * (unpacked(packed(d_out) @ v.abs().mT) + own[..., None])
     sizes = {
         "out": mixed,
         "lse": score.detach().abs().masked_fill(~seen, 0),
-        "dq": (flow * steep) @ k.abs() * scale,
-        "dk": _grouped((flow * steep).mT @ q.abs() * scale, kv_heads),
-        "dv": _grouped(weight.mT @ d_out, kv_heads),
+        "dq": packed(flow * steep) @ k.abs() * scale,
+        "dk": packed(flow * steep).mT @ packed(q.abs()) * scale,
+        "dv": packed(weight).mT @ packed(d_out),
         "dsink": own.sum((0, 2)),
     }
     named = {f"d{name}": x for name, x in learned.items() if name != "sink"}
@@ -81,7 +87,3 @@ def _sides(score: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs whose score was raised, and those whose score was lowered: the two signs of most rules."""
     raised = (score >= raw).detach()
     return raised, ~raised
-
-
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    return reduce(x, "b (g r) s d -> b g s d", "sum", g=kv_heads)

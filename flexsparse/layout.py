@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,7 @@ class Layout:
     has_empty_row: Tensor | None
     seen_keys: Tensor | None
     select: Selection | None
-    element: Element = field(default=Element())
+    element: Element
 
     @property
     def span(self) -> Span:
@@ -244,7 +244,7 @@ def fill(
     if program.reach is not None and occupied is not None:
         # Who is empty without the fallback decides where the fallback counts.
         start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
-        base = program.mod(program.tables(grid, device, words, start, dtype), base=True)
+        base = program.before_fallback(program.tables(grid, device, words, start, dtype))
         tiles = _tiles(occupied.expand(*lists, *span.tiles))
         nothing_seen = ~_rows(tiles, cover(base, tiles, span).queries, lists, span)
         occupied = occupied | _near(nothing_seen, address, grid, program.reach, span)

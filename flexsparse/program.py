@@ -84,11 +84,6 @@ class MaskProgram:
     def uses_head(self) -> bool:
         return bool(self.rule and "h" in self.rule.uses)
 
-    @property
-    def gathers(self) -> int:
-        """Table entries read anew for each pair."""
-        return (self.rule.gathers if self.rule else 0) + (self.member is not None)
-
     def tables(
         self,
         grid: Grid,
@@ -109,9 +104,31 @@ class MaskProgram:
             found.append(empty)
         return found + (rule_tables(self.rule, device, dtype) if self.rule else [])
 
-    def mod(self, tables: Sequence[Tensor], *, base: bool = False) -> MaskMod:
-        """The mask_mod over ``tables``; ``base`` leaves the fallback out."""
+    def mod(self, tables: Sequence[Tensor]) -> MaskMod:
+        """The whole mask_mod over ``tables``: right wherever it is asked."""
+        return self._mod(tables, member=self.member is not None, fallback=self.reach is not None)
 
+    def before_fallback(self, tables: Sequence[Tensor]) -> MaskMod:
+        """rule & member: what decides who is empty."""
+        return self._mod(tables, member=self.member is not None, fallback=False)
+
+    def within(self, tables: Sequence[Tensor], block_size: Sequence[int]) -> MaskMod:
+        """The mask_mod for listed tiles of ``block_size``, which need not ask what the lists say."""
+        member = self.asks_member(block_size)
+        return self._mod(tables, member=member, fallback=self.reach is not None)
+
+    def asks_member(self, block_size: Sequence[int]) -> bool:
+        """Whether a listed tile can hold pairs that are no candidates: not if it lies within one."""
+        if self.member is None:
+            return False
+        whole = not self.member.q_block % block_size[0] and not self.member.kv_block % block_size[1]
+        return not whole or self.reach is not None
+
+    def gathers(self, block_size: Sequence[int]) -> int:
+        """Table entries read anew for each pair of a listed tile."""
+        return (self.rule.gathers if self.rule else 0) + self.asks_member(block_size)
+
+    def _mod(self, tables: Sequence[Tensor], *, member: bool, fallback: bool) -> MaskMod:
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             rest = list(tables)
             entry, lane = b, h
@@ -119,22 +136,24 @@ class MaskProgram:
             position = row
             if self.offset != "none":
                 position = row + offset_of(rest.pop(0), self.offset, b)
-            member = None
+            allowed = None
             if self.member is not None:
-                member = self.member.holds(rest.pop(0), self.address, b, h, row, key)
+                words = rest.pop(0)
+                if member:
+                    allowed = self.member.holds(words, self.address, b, h, row, key)
             if self.reach is not None:
                 table = rest.pop(0)
-                if not base:
+                if fallback:
                     # Who is empty is known per list, in kernel coordinates.
-                    at = [entry if table.shape[0] > 1 else entry - entry]
-                    at += [lane if table.shape[1] > 1 else lane - lane, q_idx]
-                    empty = table[at[0], at[1], at[2]]
+                    at_b = entry if table.shape[0] > 1 else entry - entry
+                    at_h = lane if table.shape[1] > 1 else lane - lane
                     near = (position >= key) & (position - key < self.reach)
-                    member = (empty & near) if member is None else member | (empty & near)
-            allowed = self.rule.call(b, h, position, key, *rest) if self.rule else None
-            if member is None:
-                return (key == key) if allowed is None else allowed
-            return member if allowed is None else member & allowed
+                    near = near & table[at_b, at_h, q_idx]
+                    allowed = near if allowed is None else allowed | near
+            if self.rule is not None:
+                ruled = self.rule.call(b, h, position, key, *rest)
+                allowed = ruled if allowed is None else allowed & ruled
+            return (key == key) if allowed is None else allowed
 
         return mask
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from flexsparse.arguments import Fallback
@@ -37,20 +38,24 @@ def reference(
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
     rows = torch.arange(grid.q_len, device=q.device) if rows is None else rows
     seen = allowed(grid, q.shape[1], rule=rule, select=select, fallback=fallback, rows=rows)
-    group = q.shape[1] // k.shape[1]
     q, k, v = (x.to(dtype) for x in (q[:, :, rows], k, v))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    heads, kv_heads = q.shape[1], k.shape[1]
     # A key that no query sees may hold anything, and 0 times NaN is NaN.
-    hidden = ~seen.any(2)[..., None]
+    hidden = ~rearrange(seen, "b (g r) n s -> b g (r n) s", g=kv_heads).any(2)[..., None]
     k, v = (x.masked_fill(hidden, 0) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    # The query heads of a KV head are rows of one product, so that keys need no copies.
+    q = rearrange(q, "b (g r) n d -> b g (r n) d", g=kv_heads)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = rearrange(scores, "b g (r n) s -> b (g r) n s", n=len(rows))
     if (scored := as_score(score)) is not None:
-        scores = scored(scores, *pair_indices(grid, q.shape[1], rows)).to(dtype)
+        scores = scored(scores, *pair_indices(grid, heads, rows)).to(dtype)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
     lse = torch.where(seen.any(-1), lse, -torch.inf)
     weights = (scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).exp()
-    part = Partial(weights @ v, lse)
+    weights = rearrange(weights, "b (g r) n s -> b g (r n) s", g=kv_heads)
+    out = rearrange(weights @ v, "b g (r n) d -> b (g r) n d", n=len(rows))
+    part = Partial(out, lse)
     return part if sink is None else with_sink(part, sink.to(dtype))
 
 

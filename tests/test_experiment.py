@@ -364,8 +364,7 @@ def test_each_row_says_what_it_kept_cost_and_delivered(small: Path) -> None:
             p["ok"] for p in row["check"]["quantities"].values()
         )
         assert row["delivered"] == pytest.approx(row["got"] / row["promised"])
-        factors = row["selector"] * row["worktable"] * row["kernel"]
-        assert factors == pytest.approx(row["delivered"])
+        assert math.prod(row["factors"].values()) == pytest.approx(row["delivered"])
         assert row["got"] == pytest.approx(row["dense"]["ms"] / row["time_ms"]["total"])
         assert row["plan"].startswith("Plan for Grid(80, 80")
         assert row["compiles"] == 0 and row["first_ms"] > 0 and row["seed"] == 0

@@ -95,7 +95,7 @@ MASK_MODULES = [m.name for m in pkgutil.iter_modules(flexsparse.masks.__path__)]
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(fs.__path__, "flexsparse.")
-    if not m.name.startswith(("flexsparse.samples", "flexsparse.masks."))
+    if not m.name.startswith(("flexsparse.samples", "flexsparse.masks.", "flexsparse.__main__"))
 ]
 
 

@@ -88,7 +88,9 @@ def _body(layout: Layout, work: Work) -> Kernel:
         lengths = (q.shape[2], k.shape[2])
         keywords: dict[str, Any] = {
             "score_mod": None if score is None else _score_mod(score, score_tables, split),
-            "block_mask": as_block_mask(lists, lengths, block_size, program.mod(tables)),
+            "block_mask": as_block_mask(
+                lists, lengths, block_size, program.within(tables, block_size)
+            ),
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
             "kernel_options": options,
@@ -166,7 +168,9 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
 
 
 def _options(work: Work) -> dict[str, Any]:
-    gathers = work.layout.program.gathers + (work.score.score.gathers if work.score else 0)
+    gathers = work.layout.program.gathers(work.layout.block_size) + (
+        work.score.score.gathers if work.score else 0
+    )
     return kernel_options(work.layout, work.q, work.k, gathers)
 
 

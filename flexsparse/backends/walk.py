@@ -109,7 +109,7 @@ def walk_of(
         k.to(dtype),
         v.to(dtype),
         span,
-        mask_of(mask_key).mod(mask_tables),
+        mask_of(mask_key).within(mask_tables, block_size),
         score_of(score_key),
         scale,
     )

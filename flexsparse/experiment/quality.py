@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexsparse.arguments import Fallback
 from flexsparse.experiment.inputs import QKV
 from flexsparse.grid import Grid
-from flexsparse.reference import Fallback, allowed
+from flexsparse.reference import allowed
 from flexsparse.rules import MaskRule
 from flexsparse.selection import Selection
 

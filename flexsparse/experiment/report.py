@@ -68,20 +68,16 @@ def _bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _stacks(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _stacks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The time of each stage, as widths in per cent of the longest row or of dense."""
-    dense = max((row["dense"]["ms"] for row in rows), default=0.0)
-    longest = max([dense, *(sum(row["time_ms"][s] for s in STAGES) for row in rows)]) or 1.0
-    return {
-        "dense": 100 * dense / longest,
-        "rows": [
-            {
-                "name": row["name"],
-                "total": row["time_ms"]["total"],
-                "parts": [
-                    (s, row["time_ms"][s], 100 * row["time_ms"][s] / longest) for s in STAGES
-                ],
-            }
-            for row in rows
-        ],
-    }
+    ends = [(row["dense"]["ms"], sum(row["time_ms"][s] for s in STAGES)) for row in rows]
+    longest = max(map(max, ends), default=0.0) or 1.0
+    return [
+        {
+            "name": row["name"],
+            "total": row["time_ms"]["total"],
+            "parts": [(s, row["time_ms"][s], 100 * row["time_ms"][s] / longest) for s in STAGES],
+            "dense": 100 * row["dense"]["ms"] / longest,
+        }
+        for row in rows
+    ]

@@ -109,12 +109,14 @@ DELIVERED = (
         "got / promised: 1 where every skipped pair was skipped time",
         lambda row: _number(row["delivered"]),
     ),
-    Column("= selector", "logical / physical pairs", lambda row: _number(row["selector"])),
-    Column("x worktable", "kernel / total time", lambda row: _number(row["worktable"])),
+    Column(
+        "= selector", "logical / physical pairs", lambda row: _number(row["factors"]["selector"])
+    ),
+    Column("x worktable", "kernel / total time", lambda row: _number(row["factors"]["worktable"])),
     Column(
         "x kernel",
         "physical pairs a second, in parts of dense attention's",
-        lambda row: _number(row["kernel"]),
+        lambda row: _number(row["factors"]["kernel"]),
     ),
 )
 

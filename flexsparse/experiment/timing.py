@@ -82,9 +82,7 @@ def delivered(times: dict[str, Any], dense: Dense, logical: int, physical: int) 
         "promised": promised,
         "got": got,
         "delivered": whole,
-        "selector": selector,
-        "worktable": worktable,
-        "kernel": kernel,
+        "factors": {"selector": selector, "worktable": worktable, "kernel": kernel},
     }
 
 

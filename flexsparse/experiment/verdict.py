@@ -32,12 +32,17 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def baseline(rows: list[dict[str, Any]]) -> str:
-    """What "dense" means in this run."""
+    """What "dense" means in this run; rows whose queries stand elsewhere have one of their own."""
+    found: dict[str, list[str]] = {}
     for row in rows:
         if "dense" in row:
             dense = row["dense"]
-            return f"Dense is {dense['by']}: {dense['ms']:.3g} ms for {dense['pairs']:,} pairs."
-    return "Nothing dense was timed."
+            said = f"{dense['by']}, {dense['ms']:.3g} ms for {dense['pairs']:,} pairs"
+            found.setdefault(said, []).append(row["name"])
+    if len(found) == 1:
+        return f"Dense is {next(iter(found))}."
+    each = "; ".join(f"{said} beside {', '.join(names)}" for said, names in found.items())
+    return f"Dense is {each}." if found else "Nothing dense was timed."
 
 
 def _word(sparse: list[dict[str, Any]]) -> str:
