@@ -117,5 +117,7 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tupl
     for x in (q, k, v):
         if isinstance(x, Tensor):
             forms.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
-    mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(q.device.type)) if forms else ()
-    return (*forms, mode, held(options))
+    mode: list[object] = [torch.is_grad_enabled()]
+    if forms and torch.is_autocast_enabled(q.device.type):
+        mode.append(torch.get_autocast_dtype(q.device.type))
+    return (*forms, *mode, held(options))

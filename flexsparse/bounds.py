@@ -34,8 +34,10 @@ class _Table:
         indices = indices if isinstance(indices, tuple) else (indices,)
         for axis, (index, length) in enumerate(zip(indices, self.tensor.shape, strict=True)):
             low, high = (int(x) for x in torch.aminmax(index))
-            # A negative index counts from the end, as everywhere in torch.
-            if low < -length or high >= length:
+            # An index between query and key may be negative where the pair is hidden: it counts
+            # from the end, as everywhere in torch. A position before the table is a mistake.
+            lowest = -length if index.ndim == 4 and min(index.shape[2:]) > 1 else 0
+            if low < lowest or high >= length:
                 raise RuleError(
                     f"{self.reader} reads {self.name} at index {high if high >= length else low} of "
                     f"axis {axis}, which has {length}: give the table an entry for every position, "

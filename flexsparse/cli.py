@@ -23,9 +23,7 @@ app = typer.Typer(
     help="Sparse attention: exact, fused and accounted for.",
 )
 
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value ...]", show_default=False)
-]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="key=value", show_default=False)]
 
 
 def main() -> None:
@@ -58,9 +56,9 @@ def run(
         Path | None, typer.Option(metavar="DIR", help="Folder to write, by default results/NAME.")
     ] = None,
 ) -> int:
-    """Run an experiment: a table here, rows.jsonl and report.html in the results folder.
+    """Run an experiment from a YAML file.
 
-    Values of the file are overridden by path, such as rows.1.tile=64 or dtype=bfloat16.
+    Prints its table; rows.jsonl and report.html go to the results folder. Values of the file are overridden by path, such as rows.1.tile=64 or dtype=bfloat16.
     """
     from flexsparse.experiment.config import load
 
@@ -92,9 +90,10 @@ def check(
     name: Annotated[str, typer.Argument(metavar="FILE.py:Name")],
     arguments: Arguments = None,
 ) -> int:
-    """Check a rule, score or selector on small random inputs against the reference.
+    """Check a rule, score or selector against the reference.
 
-    Its arguments follow as key=value; a gallery name and an import path work too.
+    On small random inputs. Its arguments follow as key=value; a gallery name and an import path
+    work too.
     """
     from flexsparse.experiment.trial import trial
 
@@ -107,7 +106,7 @@ def check(
 
 @app.command("list")
 def list_() -> int:
-    """What can be named in a configuration, and which backends run here."""
+    """List what a configuration can name, and which backends run here."""
     from flexsparse.resolve import Kind, gallery
 
     kinds: list[tuple[Kind, str]] = [

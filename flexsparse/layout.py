@@ -72,6 +72,7 @@ class Layout:
     seen_keys: Tensor | None
     select: Selection | None
     element: Element
+    versions: tuple[int, ...]
 
     @property
     def span(self) -> Span:
@@ -286,6 +287,7 @@ def fill(
         seen_keys=_keys(tiles, covered.keys, lists, span, address) if sanitize else None,
         select=select,
         element=element,
+        versions=program.versions(grid),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -120,22 +120,21 @@ def held(mod: Any) -> tuple[object, ...]:
 
 def _walk(value: Any, seen: set[int]) -> Iterator[object]:
     if isinstance(value, Tensor):
-        yield (id(value), _version(value), value.requires_grad)
+        # A tensor made in inference mode keeps no count of its changes: it never looks unchanged.
+        changes = object() if value.is_inference() else value._version
+        yield (id(value), changes, value.requires_grad)
         return
     if isinstance(value, int | float | str | bool | type(None)):
         yield value
         return
-    yield id(value)
+    if not isinstance(value, list | tuple | dict):
+        # A container is what it holds: the caller's is made anew for each call.
+        yield id(value)
     if id(value) in seen:
         return
     seen.add(id(value))
     for part in _parts(value):
         yield from _walk(part, seen)
-
-
-def _version(tensor: Tensor) -> int:
-    # A tensor made in inference mode keeps no count of its changes.
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -152,7 +151,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.__defaults__ or ()
         for name in value.__code__.co_names:
             read = value.__globals__.get(name)
-            if isinstance(read, Tensor | int | float | FunctionType):
+            if not isinstance(read, ModuleType | type):
                 yield read
     elif isinstance(value, torch.nn.Module):
         yield from value.parameters()

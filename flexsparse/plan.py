@@ -144,13 +144,18 @@ class Plan:
         """Attention over the tiles of ``layout``, by default those the plan was made with."""
         q, k, v = under_autocast(q, k, v)
         self._check(q, k, v)
-        layout = self.first if layout is None else layout
-        if layout is None:
-            raise ArgumentError("this plan holds no layout: pass one, plan.layout(selection)")
+        layout = self._own_layout() if layout is None else layout
         if not self.fits(layout):
             raise LayoutError(
                 f"{layout!r} does not belong to this plan ({self.grid}, tiles of {self.tile[0]}x"
                 f"{self.tile[1]}, {self.address}): make it with plan.layout"
+            )
+        if not torch.compiler.is_compiling() and layout.versions != self.program.versions(
+            self.grid
+        ):
+            raise LayoutError(
+                "a tensor that the rule or q_offset reads has changed since this layout was made, and "
+                "its tiles with it: make the layout anew with plan.layout"
             )
         backend = _BACKENDS[self.backend]
         score_tables = self._score_tables()
@@ -171,6 +176,13 @@ class Plan:
                 if self.sink is not None:
                     out, lse = with_sink(Partial(out, lse), self.sink)
         return Result(out, lse if return_lse else None, self, layout)
+
+    def _own_layout(self) -> Layout:
+        if self.first is None:
+            raise ArgumentError("this plan holds no layout: pass one, plan.layout(selection)")
+        if not torch.compiler.is_compiling() and not self.program.counts_changes(self.grid):
+            return self.layout(self.first.select)
+        return self.first
 
     def raise_pending(self, layout: Layout | None = None) -> None:
         """Reads what a compiled or captured region could only note down on the device."""

@@ -104,6 +104,18 @@ class MaskProgram:
             found.append(empty)
         return found + (rule_tables(self.rule, device, dtype) if self.rule else [])
 
+    def versions(self, grid: Grid) -> tuple[int, ...]:
+        """Counts that grow when a tensor changes which the tiles of a layout depend on."""
+        if torch.compiler.is_compiling():
+            return ()
+        read = [*(self.rule.tensors if self.rule else ()), grid.q_offset]
+        return tuple(t._version for t in read if isinstance(t, Tensor) and not t.is_inference())
+
+    def counts_changes(self, grid: Grid) -> bool:
+        """Whether every such tensor counts its changes: those made in inference mode do not."""
+        read = [*(self.rule.tensors if self.rule else ()), grid.q_offset]
+        return not any(isinstance(t, Tensor) and t.is_inference() for t in read)
+
     def mod(self, tables: Sequence[Tensor]) -> MaskMod:
         """The whole mask_mod over ``tables``: right wherever it is asked."""
         return self._mod(tables, member=self.member is not None, fallback=self.reach is not None)

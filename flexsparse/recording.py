@@ -213,8 +213,8 @@ class Recorder(TorchDispatchMode):
                     f"{self._user_line()}: index it, such as table[b] or table[q_idx]"
                 )
 
-    def refuse(self, fix: _Fix) -> None:
-        raise Refusal(f"{self.name} {fix.what} at {self._user_line()}: {fix.instead}")
+    def refuse(self, fix: _Fix, spot: str | None = None) -> None:
+        raise Refusal(f"{self.name} {fix.what} at {spot or self._user_line()}: {fix.instead}")
 
     def _user_line(self) -> str:
         frame: FrameType | None = sys._getframe(1)
@@ -253,8 +253,8 @@ class Recorder(TorchDispatchMode):
             )
         return str(value) if isinstance(value, torch.dtype) else repr(value)
 
-    def result(self, value: Any, is_score: bool) -> str:
-        """The variable a mod returned, if it is what its slot needs."""
+    def result(self, value: Any, is_score: bool, spot: str) -> str:
+        """The variable that the mod defined at ``spot`` returned, if it is what its slot needs."""
         wanted = "a float tensor (the new score)" if is_score else "a bool tensor"
         if not isinstance(value, Tensor):
             raise RuleError(
@@ -273,11 +273,11 @@ class Recorder(TorchDispatchMode):
             )
         name = self._text(value)
         if name.startswith("t") and value.ndim:
-            self.refuse(_SLICED)
+            self.refuse(_SLICED, spot)
         if value.ndim > 4 or any(
             n not in (1, p) for n, p in zip(value.shape[::-1], (7, 5, 3, 2), strict=False)
         ):
-            self.refuse(_SLICED)
+            self.refuse(_SLICED, spot)
         return name
 
     def reach(self, variable: str) -> frozenset[str]:
@@ -337,6 +337,13 @@ def _is_users(filename: str) -> bool:
 def _spot(filename: str, line: int) -> str:
     text = linecache.getline(filename, line).strip()
     return f"{Path(filename).name}:{line}" + (f" `{text}`" if text else "")
+
+
+def defined_at(mod: Any) -> str:
+    """Where a mod is written: its function, or the method of its class."""
+    mod = getattr(mod, "mod", mod)
+    code = getattr(mod, "__code__", None) or getattr(type(mod).__call__, "__code__", None)
+    return "its body" if code is None else _spot(code.co_filename, code.co_firstlineno)
 
 
 def where_in_traceback(error: BaseException) -> str | None:

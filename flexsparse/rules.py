@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import TRACE, describe, holdings, lift, moved
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, trace
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -214,7 +214,9 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
                 "it, and call attention or make_plan with it once, outside"
             )
         return made
-    traced = trace_lifted(mod, arguments, f"{slot} {describe(mod)}")
+    name = f"{slot} {describe(mod)}"
+    check_arity(getattr(mod, "mod", mod), arguments, name)
+    traced = trace_lifted(mod, arguments, name)
     object.__setattr__(mod, TRACE, traced)
     return traced
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import FlexSparseError, RuleError
-from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, where_in_traceback
+from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, defined_at, where_in_traceback
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
@@ -48,10 +48,16 @@ class Traced:
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
     check_arity(mod, arguments, name)
+    # In inference mode torch hands composite operations on whole, as nobody wrote them.
+    with torch.inference_mode(False), torch.no_grad():
+        return _traced(mod, arguments, name)
+
+
+def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
     recorder = Recorder(name)
     inputs = [recorder.argument(a, PROBE[a]) for a in arguments]
     try:
-        with torch.no_grad(), recorder.fake, recorder, NoValues(recorder):
+        with recorder.fake, recorder, NoValues(recorder):
             result = mod(*inputs)
     except Refusal as refusal:
         raise RuleError(str(refusal)) from None
@@ -61,7 +67,7 @@ def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Trace
         where = where_in_traceback(error) or "its body"
         raise RuleError(f"{name} failed at {where}: {type(error).__name__}: {error}") from error
     try:
-        variable = recorder.result(result, "score" in arguments)
+        variable = recorder.result(result, "score" in arguments, defined_at(mod))
     except Refusal as refusal:
         raise RuleError(str(refusal)) from None
     source = recorder.source(arguments, variable)
