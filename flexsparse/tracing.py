@@ -39,6 +39,8 @@ class Traced:
     """The same for all mods that can share a kernel."""
     gathers: int
     """How many table entries are read anew for each (query, key) pair."""
+    repeated: tuple[bool, ...]
+    """For each tensor, whether it is the same one as an earlier."""
 
     def bare(self) -> Traced:
         """The code alone."""
@@ -80,6 +82,10 @@ def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Tra
         call=_compile_source(source),
         kind=hashlib.sha256(f"{source}\n{forms}".encode()).hexdigest()[:16],
         gathers=recorder.gathers(variable),
+        repeated=tuple(
+            any(t is earlier for earlier in recorder.captured[:i])
+            for i, t in enumerate(recorder.captured)
+        ),
     )
 
 

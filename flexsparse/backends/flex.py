@@ -77,7 +77,7 @@ def _body(layout: Layout, work: Work) -> Kernel:
     """The function to compile. It closes over decisions only; every tensor is an argument."""
     program, score, scale, want_lse = layout.program, work.score, work.scale, work.lse
     block_size, options = layout.block_size, _options(work)
-    split = _split_scalars(work.score_tables)
+    split = _reading(work)
 
     def flex(
         q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor | None], tables: list[Tensor],
@@ -128,13 +128,17 @@ def _score_mod(
     return score_mod
 
 
-def _split_scalars(tables: Any) -> list[str]:
-    forms, seen = [], set()
-    for table in tables:
-        again = table.requires_grad and id(table) in seen
-        seen.add(id(table))
-        scalar = table.requires_grad and table.ndim == 0
-        forms.append("scalar" if scalar else "again" if again else "plain")
+def _reading(work: Work) -> list[str]:
+    """How each score table must be read for torch to differentiate it."""
+    if work.score is None:
+        return []
+    first = len(work.score_tables) - len(work.score.score.repeated)
+    forms = []
+    for i, table in enumerate(work.score_tables):
+        again = i >= first and work.score.score.repeated[i - first]
+        scalar = table.ndim == 0
+        form = "scalar" if scalar else "again" if again else "plain"
+        forms.append(form if table.requires_grad else "plain")
     return forms
 
 
@@ -211,7 +215,7 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         work.q.device,
         torch.is_grad_enabled(),
         tuple(_options(work).items()),
-        tuple(_split_scalars(work.score_tables)),
+        tuple(_reading(work)),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous()) for t in tensors),
         *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
