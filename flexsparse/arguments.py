@@ -24,6 +24,13 @@ SMALLEST_TILE = 16
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """One batch, one head dim, one dtype, one device; Hq a multiple of Hkv."""
     axes(q=(q, "b h q d"), k=(k, "b g s d"), v=(v, "b g s e"))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout != torch.strided:
+            raise ShapeError(f"{name} is sparse ({x.layout}): pass {name}.to_dense()")
+        if x.shape[3] < 1:
+            raise ShapeError(f"the last axis of {name} must be at least 1, got {list(x.shape)}")
+    if q.device.type == "meta":
+        raise ShapeError("q is on meta, where there is nothing to compute: move it to a device")
     check_heads((q.shape[1], k.shape[1]))
     for name, x in (("k", k), ("v", v)):
         if x.device != q.device:
@@ -59,13 +66,19 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
             f"select must be a Selection or a Selector, got a tensor {list(select.shape)}: wrap it "
             "with Selection.from_indices or an adapter"
         )
-    if not isinstance(select, Selection):
-        hint = (
-            ": a Selector needs q and k, use attention or make_plan"
-            if hasattr(select, "select")
-            else ""
+    if isinstance(select, type):
+        raise ArgumentError(
+            f"select must be a Selection or a Selector, got the class {select.__name__}: make one, "
+            f"such as {select.__name__}(...)"
         )
-        raise ArgumentError(f"select must be a Selection, got {type(select).__name__}{hint}")
+    if not isinstance(select, Selection):
+        given = type(select).__name__
+        if hasattr(select, "select"):
+            raise ArgumentError(
+                f"select must be a Selection here, got the selector {given}, which needs q and k: use "
+                "attention or make_plan"
+            )
+        raise ArgumentError(f"select must be a Selection or a Selector, got {given}")
     for name in ("q_len", "kv_len"):
         if getattr(select, name) != getattr(grid, name):
             raise ShapeError(
@@ -109,7 +122,7 @@ def check_fallback(fallback: Fallback) -> int | None:
         return 1
     if isinstance(fallback, tuple) and len(fallback) == 2:
         kind, count = fallback
-        if kind == "local" and isinstance(count, int) and count >= 1:
+        if kind == "local" and type(count) is int and count >= 1:
             return count
     raise ArgumentError(
         f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}"

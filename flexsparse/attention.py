@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from flexsparse.arguments import Empty, Fallback
+from flexsparse.choice import BackendName, Pack
 from flexsparse.layout import Layout
-from flexsparse.parameters import held
-from flexsparse.plan import BackendName, Choices, Pack, Plan, make_plan
-from flexsparse.rules import MaskMod
-from flexsparse.scores import ScoreMod
+from flexsparse.parameters import held, settled
+from flexsparse.plan import Choices, Plan, make_plan
+from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
+from flexsparse.scores import ScoreMod, as_score, trace_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 
@@ -107,9 +109,15 @@ def _planned(
         return plan, plan.first
     _plans.move_to_end(signature)
     plan = _plans[signature]
-    if plan.selector is not None:
-        return plan, plan.layout(plan.selector.select(q, k, plan.grid, plan.rule))
-    return plan, plan.first
+    if plan.selector is None:
+        # The same values can be another change of the same tensors.
+        stale = plan.first is not None and plan.outdated(plan.first)
+        return plan, plan.layout(plan.first.select) if plan.first and stale else plan.first
+    select = plan.selector.select(q, k, plan.grid, plan.rule)
+    if not plan.takes(select):
+        del _plans[signature]
+        return _planned(q, k, v, options)
+    return plan, plan.layout(select)
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[object, ...]:
@@ -120,4 +128,18 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tupl
     mode: list[object] = [torch.is_grad_enabled()]
     if forms and torch.is_autocast_enabled(q.device.type):
         mode.append(torch.get_autocast_dtype(q.device.type))
-    return (*forms, *mode, held(options))
+    parts = dict(options)
+    rule, score = parts.pop("rule"), parts.pop("score")
+    return (*forms, *mode, _seen(rule, as_rule), _seen(score, as_score), held(parts))
+
+
+def _seen(mod: Any, judged: Callable[[Any], Any]) -> object:
+    """What a mod amounts to: what it holds, where that says all, or else its trace."""
+    if settled(mod):
+        return held(mod)
+    rule = judged(mod)
+    traced = trace_rule(rule) if isinstance(rule, MaskRule) else trace_score(rule)
+    values = [
+        t.item() if t.ndim == 0 and t.device.type == "cpu" else held(t) for t in traced.tensors
+    ]
+    return (traced.kind, *values)

@@ -58,10 +58,10 @@ def check_tables(mod: object, traced: Traced, grid: Grid, heads: int) -> None:
         else t.detach()
         for t in traced.tensors
     ]
-    b = torch.arange(grid.batch, device=device, dtype=torch.int32).view(-1, 1, 1, 1)
-    h = torch.arange(heads, device=device, dtype=torch.int32).view(1, -1, 1, 1)
-    q = grid.positions(device).to(torch.int32).view(-1, 1, grid.q_len, 1)
-    kv = torch.arange(grid.kv_len, device=device, dtype=torch.int32).view(1, 1, 1, -1)
+    b = torch.arange(grid.batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    q = grid.positions(device).view(-1, 1, grid.q_len, 1)
+    kv = torch.arange(grid.kv_len, device=device).view(1, 1, 1, -1)
     some_q = q[:, :, _spread(grid.q_len, device)]
     some_kv = kv[..., _spread(grid.kv_len, device)]
     ends_q, ends_kv = q[:, :, [0, -1]], kv[..., [0, -1]]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from flexsparse.arguments import Empty, Fallback, check_selection
+from flexsparse.choice import BackendName, Pack
 from flexsparse.conditioning import term_sizes
 from flexsparse.errors import ArgumentError, CheckFailed
 from flexsparse.grid import Grid
-from flexsparse.plan import BackendName, Choices, Pack, Plan, Shared, make_plan, under_autocast
+from flexsparse.plan import Choices, Plan, Shared, checked_qkv, make_plan
 from flexsparse.reference import allowed, reference
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
@@ -109,7 +110,7 @@ def check(
     ``rows=n`` compares n query rows drawn with ``seed``, each of them exactly, in O(n * S): gradients
     are then those of a loss over these rows. Learned tensors of ``score`` and ``sink`` count.
     """
-    q, k, v = (x.detach() for x in under_autocast(q, k, v))
+    q, k, v = (x.detach() for x in checked_qkv(q, k, v))
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
     if isinstance(select, Selector):
         select = select.select(q, k, grid, as_rule(rule))
@@ -209,6 +210,8 @@ def _quantities(
         if lse is not None:
             # A row that sees nothing has lse -inf and no gradient.
             loss = loss + (lse.masked_fill(lse == -torch.inf, 0) * weights[1].to(lse.dtype)).sum()
+        if not loss.requires_grad:
+            loss = loss + 0 * sum(x.sum() for x in wanted)
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         names = [f"d{name}" for name, x in leaves.items() if x.requires_grad]
         for name, x, grad in zip(names, wanted, grads, strict=True):

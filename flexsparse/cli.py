@@ -127,7 +127,7 @@ def _backends() -> list[Backend]:
     from importlib import import_module
     from typing import get_args
 
-    from flexsparse.plan import BackendName
+    from flexsparse.choice import BackendName
 
     names = [name for name in get_args(BackendName) if name != "auto"]
     backends: list[Any] = [import_module(f"flexsparse.backends.{name}") for name in names]

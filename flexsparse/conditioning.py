@@ -57,8 +57,8 @@ def term_sizes(
         at = pair_indices(grid, q.shape[1], rows)
         with torch.enable_grad():
             leaf = raw.requires_grad_()
-            score = rule(leaf, *at).double()
-            steep = torch.autograd.grad(score.sum(), leaf, retain_graph=True)[0].abs()
+            score = rule(leaf, *at).double().broadcast_to(leaf.shape)
+            steep = _slope(score, leaf).abs()
     weight = score.detach().masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
     d_out, d_lse = (w.double().abs() for w in weights)
     mixed = unpacked(packed(weight) @ v.abs())
@@ -81,6 +81,14 @@ def term_sizes(
         ]
         sizes[name] = sum((p.double().abs() for p in parts if p is not None), torch.zeros(()))
     return {name: float(x.max()) if x.numel() else 0.0 for name, x in sizes.items()}
+
+
+def _slope(score: Tensor, raw: Tensor) -> Tensor:
+    """How each score changes with its raw score: not at all, for a rule that forgets it."""
+    if not score.requires_grad:
+        return torch.zeros_like(raw)
+    slope = torch.autograd.grad(score.sum(), raw, retain_graph=True, allow_unused=True)[0]
+    return torch.zeros_like(raw) if slope is None else slope
 
 
 def _sides(score: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:

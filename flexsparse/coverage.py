@@ -35,11 +35,11 @@ def pairs(mask: MaskMod, tiles: Tensor, span: Span) -> Iterator[tuple[slice, Ten
     is asked only about queries and keys of the call: past the end it is asked about the last one.
     """
     at_once = max(1, PAIRS_AT_ONCE[tiles.device.type] // (span.q_tile * span.kv_tile))
-    within_q = torch.arange(span.q_tile, device=tiles.device, dtype=torch.int32)
-    within_kv = torch.arange(span.kv_tile, device=tiles.device, dtype=torch.int32)
+    within_q = torch.arange(span.q_tile, device=tiles.device)
+    within_kv = torch.arange(span.kv_tile, device=tiles.device)
     for start in range(0, len(tiles), at_once):
         chunk = slice(start, min(start + at_once, len(tiles)))
-        b, h, row, column = tiles[chunk].to(torch.int32)[:, :, None, None].unbind(1)
+        b, h, row, column = tiles[chunk][:, :, None, None].unbind(1)
         q = row * span.q_tile + within_q[:, None]
         kv = column * span.kv_tile + within_kv[None]
         exists = (q < span.q_len) & (kv < span.kv_len)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, ShapeError
 
+# Positions are 32-bit in kernels, and rules add and subtract them.
+LARGEST = 2**30
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class Grid:
@@ -36,6 +39,8 @@ class Grid:
                 raise ArgumentError(f"Grid {name} must be an int, got {length!r}")
             if length < 1:
                 raise ShapeError(f"Grid {name} must be at least 1, got {length}")
+            if length > LARGEST:
+                raise ShapeError(f"Grid {name} must be below 2 ** 30, got {length}")
         offset = kv_len - q_len if q_offset is None else q_offset
         if isinstance(offset, Tensor):
             if offset.dtype not in (torch.int32, torch.int64):
@@ -49,6 +54,8 @@ class Grid:
                 )
         elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
             raise ArgumentError(f"q_offset must be an int or an int tensor [B], got {offset!r}")
+        elif abs(offset) > LARGEST:
+            raise ShapeError(f"q_offset must be within 2 ** 30 of the first key, got {offset}")
         object.__setattr__(self, "q_len", q_len)
         object.__setattr__(self, "kv_len", kv_len)
         object.__setattr__(self, "q_offset", offset)

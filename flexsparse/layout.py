@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from flexsparse.address import Identity
@@ -20,11 +19,22 @@ from flexsparse.arguments import (
     check_selection,
     tile_size,
 )
-from flexsparse.coverage import Coverage, Span, cover, every_tile
-from flexsparse.errors import ArgumentError, EmptyRowError
+from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.compress import compress, expand
+from flexsparse.occupancy import (
+    list_axes,
+    near,
+    occupancy,
+    on_device_only,
+    refuse_empty,
+    seeing_rows,
+    seen_keys_of,
+    tile_maps_of,
+    tiles_of,
+)
 from flexsparse.program import MaskProgram, mask_program
 from flexsparse.rules import MaskMod, MaskRule, as_rule
 from flexsparse.selection import Selection
@@ -105,10 +115,10 @@ class Layout:
         device = self.kv_indices.device
         rows = torch.arange(self.grid.q_len, device=device) if rows is None else rows
         batch, (heads, _) = self.address.kernel_batch(self.grid.batch), self.address.kernel_heads
-        b = torch.arange(batch, device=device, dtype=torch.int32).view(-1, 1, 1, 1)
-        h = torch.arange(heads, device=device, dtype=torch.int32).view(1, -1, 1, 1)
-        q = rows.to(torch.int32).view(1, 1, -1, 1)
-        kv = torch.arange(self.grid.kv_len, device=device, dtype=torch.int32).view(1, 1, 1, -1)
+        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+        q = rows.view(1, 1, -1, 1)
+        kv = torch.arange(self.grid.kv_len, device=device).view(1, 1, 1, -1)
         masked = self.program.mod(self.tables)(b, h, q, kv)
         partial, full = (
             m[:, :, rows // self.block_size[0]]
@@ -187,8 +197,10 @@ def build_layout(
     if not isinstance(grid, Grid):
         raise ArgumentError(f"grid must be a Grid(q_len, kv_len), got {type(grid).__name__}")
     address = Identity(*check_heads(heads))
+    if select is not None:
+        select = check_selection(select, grid, heads)
     if device is None:
-        device = "cpu" if select is None else check_selection(select, grid, heads).indices.device
+        device = "cpu" if select is None else select.indices.device
     return layout_at(
         address,
         grid,
@@ -213,11 +225,10 @@ def layout_at(
     sanitize: bool,
     device: torch.device,
     element: Element = Element(),
-    dtype: torch.dtype = torch.float32,
 ) -> Layout:
     """The layout at an address."""
     program = mask_program(address, grid, rule, select, reach)
-    return fill(program, grid, select, block_size, empty, sanitize, device, element, dtype)
+    return fill(program, grid, select, block_size, empty, sanitize, device, element)
 
 
 def fill(
@@ -229,7 +240,6 @@ def fill(
     sanitize: bool,
     device: torch.device,
     element: Element = Element(),
-    dtype: torch.dtype = torch.float32,
 ) -> Layout:
     """The layout of a program for one selection: device work only."""
     address = program.address
@@ -240,32 +250,32 @@ def fill(
         check_selection(select, grid, (address.heads, address.kv_heads))
         words = membership.pack(select.indices, select.candidates)
         occupied = address.lists(occupancy(select, span), grid.batch)
-    lists = _lists(program, grid, occupied)
+    lists = list_axes(program, grid, occupied)
     nothing_seen = None
     if program.reach is not None and occupied is not None:
         # Who is empty without the fallback decides where the fallback counts.
         start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
-        base = program.before_fallback(program.tables(grid, device, words, start, dtype))
-        tiles = _tiles(occupied.expand(*lists, *span.tiles))
-        nothing_seen = ~_rows(tiles, cover(base, tiles, span).queries, lists, span)
-        occupied = occupied | _near(nothing_seen, address, grid, program.reach, span)
-    tables = program.tables(grid, device, words, nothing_seen, dtype)
+        base = program.before_fallback(program.tables(grid, device, words, start))
+        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
+        nothing_seen = ~seeing_rows(tiles, cover(base, tiles, span).queries, lists, span)
+        occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
+    tables = program.tables(grid, device, words, nothing_seen)
     if occupied is None:
         tiles = every_tile(*lists, span, device)
     else:
-        tiles = _tiles(occupied.expand(*lists, *span.tiles))
+        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
     covered = cover(program.mod(tables), tiles, span)
-    partial, full = _maps(tiles, covered, lists, span)
+    partial, full = tile_maps_of(tiles, covered, lists, span)
     kv_num, kv_idx = compress(partial)
     full_kv_num, full_kv_idx = compress(full)
     q_num, q_idx = compress(partial.transpose(-1, -2))
     full_q_num, full_q_idx = compress(full.transpose(-1, -2))
     has_empty_row = None
     if empty == "error":
-        seen = _rows(tiles, covered.queries, lists, span)
+        seen = seeing_rows(tiles, covered.queries, lists, span)
         has_empty_row = ~seen.all()
-        if not _on_device_only(device):
-            _refuse_empty(seen, address, grid)
+        if not on_device_only(device):
+            refuse_empty(seen, address, grid)
     sharing = (address.kernel_batch(grid.batch) // lists[0]) * (address.kernel_heads[0] // lists[1])
     return Layout(
         grid=grid,
@@ -284,133 +294,8 @@ def fill(
         full_q_indices=full_q_idx,
         logical_pairs=covered.visible.sum() * sharing,
         has_empty_row=has_empty_row,
-        seen_keys=_keys(tiles, covered.keys, lists, span, address) if sanitize else None,
+        seen_keys=seen_keys_of(tiles, covered.keys, lists, span, address) if sanitize else None,
         select=select,
         element=element,
         versions=program.versions(grid),
-    )
-
-
-def occupancy(select: Selection, span: Span) -> Tensor:
-    """bool ``[B, H, R, C]``: the tiles that some candidate of some of their rows touches."""
-    rows, columns = span.tiles
-    device = select.indices.device
-    row = torch.arange(select.rows, device=device)
-    first_r = row * select.q_block // span.q_tile
-    last_r = ((row + 1) * select.q_block - 1).clamp(max=span.q_len - 1) // span.q_tile
-    chosen = select.indices.to(torch.int64)
-    first_c = chosen * select.kv_block // span.kv_tile
-    last_c = ((chosen + 1) * select.kv_block - 1).clamp(max=span.kv_len - 1) // span.kv_tile
-    batch, heads = select.indices.shape[:2]
-    # One tile past the last: unused slots write there.
-    occupied = torch.zeros((batch, heads, rows * columns + 1), dtype=torch.bool, device=device)
-    for i in range((select.q_block - 2) // span.q_tile + 2):
-        r = (first_r + i)[:, None]
-        for j in range((select.kv_block - 2) // span.kv_tile + 2):
-            c = first_c + j
-            inside = (chosen >= 0) & (r <= last_r[:, None]) & (c <= last_c)
-            slot = torch.where(inside, r * columns + c, rows * columns)
-            occupied.scatter_(-1, slot.flatten(2), True)
-    return occupied[..., :-1].view(batch, heads, rows, columns)
-
-
-def _lists(program: MaskProgram, grid: Grid, occupied: Tensor | None) -> tuple[int, int]:
-    """How many batches and heads have lists of their own, in kernel coordinates."""
-    address = program.address
-    batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
-    own_batch = program.uses_batch or batch != grid.batch
-    own_heads = program.uses_head
-    if occupied is not None:
-        own_batch, own_heads = (
-            own_batch or occupied.shape[0] > 1,
-            own_heads or occupied.shape[1] > 1,
-        )
-    return batch if own_batch else 1, heads if own_heads else 1
-
-
-def _on_device_only(device: torch.device) -> bool:
-    """Whether the host must not look: inside torch.compile, or while a CUDA graph is captured."""
-    if torch.compiler.is_compiling():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _tiles(occupied: Tensor) -> Tensor:
-    """``[n, 4]``: the tiles to evaluate. Only those occupied, if the host may count them."""
-    if _on_device_only(occupied.device):
-        b, h, rows, columns = occupied.shape
-        return every_tile(b, h, Span(rows, columns, 1, 1), occupied.device)
-    return occupied.nonzero()
-
-
-def _maps(
-    tiles: Tensor, covered: Coverage, lists: tuple[int, int], span: Span
-) -> tuple[Tensor, Tensor]:
-    maps = torch.zeros((2, *lists, *span.tiles), dtype=torch.bool, device=tiles.device)
-    at = tiles.unbind(1)
-    # A tile in which nothing exists or nothing is allowed is not listed at all.
-    maps[0].index_put_(at, (covered.visible > 0) & ~covered.full)
-    maps[1].index_put_(at, (covered.visible > 0) & covered.full)
-    return maps[0], maps[1]
-
-
-def _rows(tiles: Tensor, queries: Tensor, lists: tuple[int, int], span: Span) -> Tensor:
-    """bool ``[B, H, q_len]``: which queries see anything."""
-    rows = span.tiles[0]
-    seen = torch.zeros(
-        (lists[0] * lists[1] * rows, span.q_tile), dtype=torch.int32, device=tiles.device
-    )
-    if len(tiles):
-        b, h, r, _ = tiles.unbind(1)
-        seen.index_add_(0, (b * lists[1] + h) * rows + r, queries.to(torch.int32))
-    return seen.view(*lists, -1)[..., : span.q_len] > 0
-
-
-def _keys(
-    tiles: Tensor, keys: Tensor, lists: tuple[int, int], span: Span, address: Identity
-) -> Tensor:
-    """bool ``[B, Hkv, kv_len]`` in kernel coordinates: which keys anybody sees."""
-    columns = span.tiles[1]
-    seen = torch.zeros(
-        (lists[0] * lists[1] * columns, span.kv_tile), dtype=torch.int32, device=tiles.device
-    )
-    if len(tiles):
-        b, h, _, c = tiles.unbind(1)
-        seen.index_add_(0, (b * lists[1] + h) * columns + c, keys.to(torch.int32))
-    seen = seen.view(*lists, -1)[..., : span.kv_len] > 0
-    kv_heads = address.kernel_heads[1]
-    if lists[1] == 1:
-        return seen.expand(-1, kv_heads, -1)
-    return rearrange(seen, "b (g r) s -> b g r s", g=kv_heads).any(2)
-
-
-def _near(empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span) -> Tensor:
-    """bool ``[B, H, R, C]``: tiles that hold the last ``reach`` keys of a query in ``empty``."""
-    rows, columns = span.tiles
-    position = grid.positions(empty.device)[:, None]
-    if position.shape[0] > 1:
-        position = address.lists(position, grid.batch)
-    first = (position - reach + 1).clamp(min=0) // span.kv_tile
-    last = position.clamp(max=span.kv_len - 1) // span.kv_tile
-    row = torch.arange(span.q_len, device=empty.device) // span.q_tile
-    near = torch.zeros(
-        (*empty.shape[:2], rows * columns + 1), dtype=torch.bool, device=empty.device
-    )
-    for step in range((reach - 2) // span.kv_tile + 2):
-        column = first + step
-        slot = torch.where(
-            empty & (position >= 0) & (column <= last), row * columns + column, rows * columns
-        )
-        near.scatter_(-1, slot, True)
-    return near[..., :-1].view(*empty.shape[:2], rows, columns)
-
-
-def _refuse_empty(seen: Tensor, address: Identity, grid: Grid) -> None:
-    if bool(seen.all()):
-        return
-    entry, lane, query = (~seen).nonzero()[0].unbind()
-    b, h, _, _ = address.logical(entry, lane, query, query)
-    raise EmptyRowError(
-        f"query {int(query)} of batch {int(b)}, head {int(h)} sees no key, and empty='error': allow it "
-        "one by rule, selection or fallback='self', or let it give zero with empty='zero'"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.shapes import axes
 
 
@@ -23,13 +23,14 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def merge(parts: Sequence[Partial]) -> Partial:
+def merge(parts: Iterable[Partial]) -> Partial:
     """Joins parts over disjoint keys into the attention over all of them; differentiable.
 
     >>> nothing = Partial(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), float("-inf")))
     >>> merge([nothing, nothing]).lse.item()
     -inf
     """
+    parts = list(parts)
     if not parts:
         raise ArgumentError("merge needs at least one Partial, got an empty sequence")
     for i, part in enumerate(parts):
@@ -38,6 +39,12 @@ def merge(parts: Sequence[Partial]) -> Partial:
         if part.lse is None:
             raise ArgumentError(
                 f"merge needs the lse of every part; place {i} has none: ask for it with return_lse=True"
+            )
+    for i, part in enumerate(parts):
+        if part.out.device != parts[0].out.device:
+            raise ShapeError(
+                f"merge needs parts on one device: place {i} is on {part.out.device}, place 0 on "
+                f"{parts[0].out.device}"
             )
     named = {f"out{i}": (p.out, "b h q d") for i, p in enumerate(parts)}
     named |= {f"lse{i}": (p.lse, "b h q") for i, p in enumerate(parts)}
@@ -65,5 +72,6 @@ def with_sink(part: Partial, sink: Tensor) -> Partial:
     logit = sink.to(part.lse.dtype)[None, :, None]
     # The share of the keys in the new denominator; 0 where nothing was seen.
     share = torch.sigmoid(part.lse - logit)
+    share = torch.where(part.lse == -torch.inf, 0, share)
     out = (part.out.to(share.dtype) * share[..., None]).to(part.out.dtype)
     return Partial(out, torch.logaddexp(part.lse, logit))

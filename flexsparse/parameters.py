@@ -18,7 +18,8 @@ from torch import Tensor
 
 STATIC = "static"
 TRACE = "_traced"
-_INT32 = range(-(2**31), 2**31)
+# Larger numbers stay numbers: beside the 32-bit positions of a kernel a tensor of them would wrap.
+LARGEST_NUMBER = 2**30
 
 
 def lift(mod: Any, *, closures: bool = True) -> Any:
@@ -47,12 +48,11 @@ def moved(mod: Any, device: torch.device) -> Any:
 
 
 def _lifted(value: Any, closures: bool) -> Any:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int32 if value in _INT32 else torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+    # Subclasses, bool and IntEnum among them, may mean more than their number.
+    if type(value) is int and abs(value) <= LARGEST_NUMBER:
+        return torch.tensor(value, dtype=torch.int32, device="cpu")
+    if type(value) is float:
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _copied(value, lambda v: _lifted(v, closures))
     if closures:
@@ -105,8 +105,14 @@ def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> 
 
 
 def holdings(mod: Any) -> dict[str, Any]:
-    """The attributes of ``mod`` that are its own, without its trace."""
-    return {name: value for name, value in vars(mod).items() if name != TRACE}
+    """The attributes of ``mod`` that are its own, slots too, without its trace."""
+    found = dict(vars(mod)) if hasattr(mod, "__dict__") else {}
+    if dataclasses.is_dataclass(mod):
+        found |= {
+            f.name: getattr(mod, f.name) for f in dataclasses.fields(mod) if hasattr(mod, f.name)
+        }
+    found.pop(TRACE, None)
+    return found
 
 
 def held(mod: Any) -> tuple[object, ...]:
@@ -125,7 +131,7 @@ def _walk(value: Any, seen: set[int]) -> Iterator[object]:
         yield (id(value), changes, value.requires_grad)
         return
     if isinstance(value, int | float | str | bool | type(None)):
-        yield value
+        yield (type(value), value)
         return
     if not isinstance(value, list | tuple | dict):
         # A container is what it holds: the caller's is made anew for each call.
@@ -158,6 +164,31 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.buffers()
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from holdings(value).values()
+
+
+def settled(mod: Any) -> bool:
+    """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
+
+    True of numbers, tensors, and functions and rules that read no more than these and modules. What
+    reads a notebook's globals, attributes of objects or containers has to be traced to be known.
+    """
+    if isinstance(mod, Tensor | int | float | str | type(None)):
+        return True
+    if isinstance(mod, FunctionType):
+        code = mod.__code__
+        read = [mod.__globals__[n] for n in code.co_names if n in mod.__globals__]
+        inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
+        held_by = [*map(_content, mod.__closure__ or ()), *(mod.__defaults__ or ())]
+        plain = not inner and all(isinstance(x, ModuleType) or x is Tensor for x in read)
+        return plain and all(settled(x) for x in held_by)
+    if not dataclasses.is_dataclass(mod) or isinstance(mod, type):
+        return False
+    call = next((vars(c)["__call__"] for c in type(mod).__mro__ if "__call__" in vars(c)), None)
+    fields = {f.name for f in dataclasses.fields(mod)}
+    names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
+    # An attribute that is no field may be a property, or a constant of the class.
+    foreign = any(n in vars(c) for c in type(mod).__mro__[:-1] for n in names - fields)
+    return not foreign and settled(call) and all(map(settled, holdings(mod).values()))
 
 
 def name_of(mod: Any, tensor: Tensor) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from flexsparse.address import FoldedHeads, Identity, folds_without_copy
+from flexsparse.address import Identity
 from flexsparse.arguments import (
     Empty,
     Fallback,
@@ -18,24 +18,26 @@ from flexsparse.arguments import (
     check_scale,
     check_selection,
     check_sink,
-    tile_size,
 )
-from flexsparse.backends import Backend, Call, Work, flex, tiles
+from flexsparse.backends import Backend, Call, Work, flex
+from flexsparse.choice import (
+    BACKENDS,
+    BackendName,
+    Pack,
+    choose_address,
+    choose_backend,
+    choose_tile,
+)
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.layout import Element, Layout, fill
 from flexsparse.merge import Partial, with_sink
 from flexsparse.parameters import describe
-from flexsparse.program import MaskProgram, ScoreProgram, mask_program, score_program
+from flexsparse.program import MaskProgram, ScoreProgram, mask_program, member_of, score_program
 from flexsparse.rules import MaskMod, MaskRule, as_rule
 from flexsparse.scores import ScoreMod, ScoreRule, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
-
-BackendName = Literal["auto", "flex", "tiles"]
-Pack = Literal["identity", "fold"]
-_BACKENDS: dict[str, Backend] = {"flex": flex, "tiles": tiles}
-_DEFAULT_TILE = (128, 128)
 
 
 class Result(NamedTuple):
@@ -99,12 +101,12 @@ class Plan:
             )
         if select is not None and member is not None:
             check_selection(select, self.grid, heads)
-            form = (select.indices.shape[0], select.heads, select.q_block, select.kv_block)
-            if form != (member.batch, member.heads, member.q_block, member.kv_block):
+            if not self.takes(select):
                 raise LayoutError(
                     f"this plan was made for selections with batch {member.batch}, heads "
                     f"{member.heads} and blocks ({member.q_block}, {member.kv_block}), got batch "
-                    f"{form[0]}, heads {form[1]} and blocks {form[2:]}: make a plan for it"
+                    f"{select.indices.shape[0]}, heads {select.heads} and blocks "
+                    f"({select.q_block}, {select.kv_block}): make a plan for it"
                 )
             if select.indices.device != self.device:
                 raise ShapeError(
@@ -120,17 +122,27 @@ class Plan:
             self.sanitize,
             self.device,
             Element(*self.shape[2:], self.dtype.itemsize),
-            self._precision,
         )
 
+    def takes(self, select: Selection) -> bool:
+        """Whether a selection has the batch, heads and blocks that this plan was made for."""
+        return self.program.member == member_of(select)
+
     def fits(self, layout: Layout) -> bool:
-        """Whether ``layout`` belongs to this plan: same code, lengths, heads and tile."""
+        """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device.
+
+        Quick for the plan's own layouts; for one made elsewhere the tensors of the rules are compared.
+        """
+        if layout.kv_indices.device != self.device:
+            return False
+        if layout.program is self.program:
+            return True
         return (
             layout.program.key == self.program.key
-            and (layout.grid.q_len, layout.grid.kv_len) == (self.grid.q_len, self.grid.kv_len)
-            and layout.grid.batch == self.grid.batch
             and layout.block_size == self.tile
-            and layout.kv_indices.device == self.device
+            and (layout.grid.q_len, layout.grid.kv_len, layout.grid.batch)
+            == (self.grid.q_len, self.grid.kv_len, self.grid.batch)
+            and self.program.reads_the_same(layout.tables, self.grid)
         )
 
     def run(
@@ -142,22 +154,24 @@ class Plan:
         return_lse: bool = False,
     ) -> Result:
         """Attention over the tiles of ``layout``, by default those the plan was made with."""
-        q, k, v = under_autocast(q, k, v)
+        q, k, v = checked_qkv(q, k, v)
         self._check(q, k, v)
         layout = self._own_layout() if layout is None else layout
+        if not isinstance(layout, Layout):
+            raise ArgumentError(
+                f"layout must be a Layout, got {type(layout).__name__}: make one with plan.layout"
+            )
         if not self.fits(layout):
             raise LayoutError(
                 f"{layout!r} does not belong to this plan ({self.grid}, tiles of {self.tile[0]}x"
                 f"{self.tile[1]}, {self.address}): make it with plan.layout"
             )
-        if not torch.compiler.is_compiling() and layout.versions != self.program.versions(
-            self.grid
-        ):
+        if self.outdated(layout):
             raise LayoutError(
                 "a tensor that the rule or q_offset reads has changed since this layout was made, and "
                 "its tiles with it: make the layout anew with plan.layout"
             )
-        backend = _BACKENDS[self.backend]
+        backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in (q, k, v, *score_tables))
         need_lse = return_lse or self.sink is not None
@@ -176,6 +190,11 @@ class Plan:
                 if self.sink is not None:
                     out, lse = with_sink(Partial(out, lse), self.sink)
         return Result(out, lse if return_lse else None, self, layout)
+
+    def outdated(self, layout: Layout) -> bool:
+        """Whether a tensor that the tiles of one of the plan's own layouts depend on has changed."""
+        own = layout.program is self.program and not torch.compiler.is_compiling()
+        return own and layout.versions != self.program.versions(self.grid)
 
     def _own_layout(self) -> Layout:
         if self.first is None:
@@ -216,7 +235,6 @@ class Plan:
             )
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        check_qkv(q, k, v)
         q_heads, kv_heads, head_dim, v_head_dim = self.shape
         batch, q_len, kv_len = self.grid.batch, self.grid.q_len, self.grid.kv_len
         wanted = {
@@ -293,8 +311,7 @@ def make_plan(
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
     are laid) and ``tile`` override what would be chosen.
     """
-    q, k, v = under_autocast(q, k, v)
-    check_qkv(q, k, v)
+    q, k, v = checked_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
     heads = (q.shape[1], k.shape[1])
     ruled, scored = as_rule(rule), as_score(score)
@@ -311,13 +328,13 @@ def make_plan(
     checked_scale = check_scale(scale, q.shape[3])
     sink = check_sink(sink, heads[0], q.device)
     reasons: list[str] = []
-    address = _address(q, k, v, selection, pack, reasons)
+    address = choose_address(q, k, v, selection, pack, reasons)
     program = mask_program(address, grid, ruled, selection, reach)
     score_code = score_program(address, grid, scored)
     learned = [] if score_code is None else list(score_code.score.tensors)
     grads = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
     call = Call(q.device, q.dtype, q.shape[3], v.shape[3], grads, sink is not None)
-    chosen = _backend(backend, call, reasons)
+    chosen = choose_backend(backend, call, reasons)
     plan = Plan(
         grid=grid,
         shape=(*heads, q.shape[3], v.shape[3]),
@@ -327,7 +344,7 @@ def make_plan(
         score=scored,
         selector=selector,
         address=address,
-        tile=_tile(tile, chosen, call, reasons),
+        tile=choose_tile(tile, chosen, call, reasons),
         backend=chosen.name,
         grads=grads,
         scale=checked_scale,
@@ -343,73 +360,13 @@ def make_plan(
     return plan
 
 
-def _address(
-    q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
-) -> Identity:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if pack not in (None, "identity", "fold"):
-        raise ArgumentError(f"pack must be None, 'identity' or 'fold', got {pack!r}")
-    viewable = all(folds_without_copy(x) for x in (q, k, v))
-    per_query = select is not None and select.heads == heads and heads != kv_heads
-    if pack == "fold":
-        if not viewable:
-            raise LayoutError(
-                "pack='fold' needs q, k and v whose heads fold into the batch without a copy: make "
-                "them contiguous as [B, H, S, D], or leave pack out"
-            )
-        why.append("KV heads are folded as asked")
-        return FoldedHeads(heads, kv_heads)
-    per_kv = select is not None and select.heads == kv_heads and 1 < kv_heads < heads
-    if pack == "identity" or not per_kv or per_query:
-        return Identity(heads, kv_heads)
-    if not viewable:
-        why.append("a list per KV head is repeated for its query heads: folding would copy tensors")
-        return Identity(heads, kv_heads)
-    why.append("one list per KV head: folded, so that its query heads share it")
-    return FoldedHeads(heads, kv_heads)
-
-
-def _backend(name: str, call: Call, why: list[str]) -> Backend:
-    if name != "auto":
-        if name not in _BACKENDS:
-            raise BackendError(f"backend must be one of auto, {', '.join(_BACKENDS)}, got {name!r}")
-        backend = _BACKENDS[name]
-        if (refusal := backend.refuses(call)) is not None:
-            raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
-        why.append(f"{name} was asked for")
-        return backend
-    if call.device.type == "cpu":
-        why.append(
-            "tiles on CPU: FlexAttention there compiles anew for each length and has neither backward "
-            "nor lse (backend='flex' takes it, forward only)"
-        )
-        return tiles
-    if (refusal := flex.refuses(call)) is not None:
-        why.append(f"tiles: {refusal}")
-        return tiles
-    why.append("flex: one fused kernel, forward and backward")
-    return flex
-
-
-def _tile(
-    tile: int | tuple[int, int] | None, backend: Backend, call: Call, why: list[str]
-) -> tuple[int, int]:
-    wanted = _DEFAULT_TILE if tile is None else tile_size(tile)
-    given = flex.tile_for(wanted, call) if backend is flex else wanted
-    if given != wanted:
-        need = "its backward" if call.grads else "tensor cores"
-        why.append(
-            f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside, for {need}"
-        )
-    return given
-
-
-def under_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as autocast wants them; as they are outside of it."""
-    if not all(isinstance(t, Tensor) for t in tensors):
-        return tensors
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.dtype != torch.float64 else t for t in tensors)
+def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, judged, and in the precision that autocast wants."""
+    given = (q, k, v)
+    if all(isinstance(x, Tensor) and x.is_floating_point() for x in given):
+        device = q.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+    check_qkv(q, k, v)
+    return q, k, v

@@ -90,7 +90,6 @@ class MaskProgram:
         device: torch.device,
         words: Tensor | None = None,
         empty: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
         """Every tensor that the code reads, in its order."""
         found: list[Tensor] = []
@@ -102,7 +101,9 @@ class MaskProgram:
         if self.reach is not None:
             assert empty is not None
             found.append(empty)
-        return found + (rule_tables(self.rule, device, dtype) if self.rule else [])
+        # Positions are integers, and what torch makes of them beside a number is fp32: what may be
+        # seen does not depend on the precision of q.
+        return found + (rule_tables(self.rule, device, torch.float32) if self.rule else [])
 
     def versions(self, grid: Grid) -> tuple[int, ...]:
         """Counts that grow when a tensor changes which the tiles of a layout depend on."""
@@ -110,6 +111,16 @@ class MaskProgram:
             return ()
         read = [*(self.rule.tensors if self.rule else ()), grid.q_offset]
         return tuple(t._version for t in read if isinstance(t, Tensor) and not t.is_inference())
+
+    def reads_the_same(self, tables: Sequence[Tensor], grid: Grid) -> bool:
+        """Whether the rule and offset in ``tables``, of the same code, hold what this one's do."""
+        device = tables[0].device if tables else torch.device("cpu")
+        mine = rule_tables(self.rule, device, torch.float32) if self.rule else []
+        theirs = list(tables[len(tables) - len(mine) :])
+        if self.offset != "none":
+            mine.append(offset_table(grid, self.offset, device))
+            theirs.append(tables[0])
+        return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def counts_changes(self, grid: Grid) -> bool:
         """Whether every such tensor counts its changes: those made in inference mode do not."""
@@ -221,6 +232,10 @@ def rule_tables(traced: Traced, device: torch.device, dtype: torch.dtype) -> lis
     return found
 
 
+def member_of(select: Selection) -> Member:
+    return Member(select.indices.shape[0], select.heads, select.q_block, select.kv_block)
+
+
 def mask_program(
     address: Identity,
     grid: Grid,
@@ -228,9 +243,7 @@ def mask_program(
     select: Selection | None,
     reach: int | None,
 ) -> MaskProgram:
-    member = None
-    if select is not None:
-        member = Member(select.indices.shape[0], select.heads, select.q_block, select.kv_block)
+    member = None if select is None else member_of(select)
     traced = None if rule is None else trace_rule(rule)
     if traced is not None:
         check_tables(rule, traced, grid, address.heads)

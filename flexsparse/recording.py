@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def argument(self, name: str, shape: tuple[int, ...]) -> Tensor:
         with self.fake:
             tensor = torch.empty(
-                shape, dtype=torch.float32 if name == "score" else torch.int32, device="cpu"
+                shape, dtype=torch.float32 if name == "score" else torch.int64, device="cpu"
             )
         return self._named(tensor, name)
 

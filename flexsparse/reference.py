@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from flexsparse.arguments import Fallback
+from flexsparse.arguments import (
+    Empty,
+    Fallback,
+    check_empty,
+    check_fallback,
+    check_qkv,
+    check_scale,
+    check_selection,
+    check_sink,
+)
+from flexsparse.errors import EmptyRowError
 from flexsparse.grid import Grid
 from flexsparse.merge import Partial, with_sink
 from flexsparse.rules import MaskMod, as_rule
@@ -20,35 +32,44 @@ def reference(
     v: Tensor,
     *,
     rule: MaskMod | None = None,
-    select: Selection | None = None,
+    select: Any = None,
     score: ScoreMod | None = None,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
     sink: Tensor | None = None,
     fallback: Fallback = None,
+    empty: Empty = "zero",
+    sanitize: bool = False,
     rows: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Partial:
     """Attention as its definition reads. Differentiable; memory grows with Q times S.
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` -> out ``[B, Hq, Q, Dv]``, lse
-    ``[B, Hq, Q]``. ``rows`` (query indices ``[n]``) computes only those queries. ``dtype`` other
+    ``[B, Hq, Q]``. Keys that no query sees never matter here, so ``sanitize`` changes nothing. ``rows`` (query indices ``[n]``) computes only those queries. ``dtype`` other
     than fp64 gives the plain low-precision computation that errors are judged by.
     """
+    check_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
-    rows = torch.arange(grid.q_len, device=q.device) if rows is None else rows
-    seen = allowed(grid, q.shape[1], rule=rule, select=select, fallback=fallback, rows=rows)
-    q, k, v = (x.to(dtype) for x in (q[:, :, rows], k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
+    scale, sink = check_scale(scale, q.shape[3]), check_sink(sink, heads, q.device)
+    select = selected(select, q, k, grid, rule)
+    rows = torch.arange(grid.q_len, device=q.device) if rows is None else rows
+    seen = allowed(grid, heads, rule=rule, select=select, fallback=fallback, rows=rows)
+    if check_empty(empty) == "error" and not bool(seen.any(-1).all()):
+        b, h, row = (int(i) for i in (~seen.any(-1)).nonzero()[0])
+        raise EmptyRowError(f"query {int(rows[row])} of batch {b}, head {h} sees no key")
+    q, k, v = (x.to(dtype) for x in (q[:, :, rows], k, v))
     # A key that no query sees may hold anything, and 0 times NaN is NaN.
     hidden = ~rearrange(seen, "b (g r) n s -> b g (r n) s", g=kv_heads).any(2)[..., None]
     k, v = (x.masked_fill(hidden, 0) for x in (k, v))
     # The query heads of a KV head are rows of one product, so that keys need no copies.
     q = rearrange(q, "b (g r) n d -> b g (r n) d", g=kv_heads)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.mT * scale
     scores = rearrange(scores, "b g (r n) s -> b (g r) n s", n=len(rows))
     if (scored := as_score(score)) is not None:
-        scores = scored(scores, *pair_indices(grid, heads, rows)).to(dtype)
+        scored_as = scored(scores, *pair_indices(grid, heads, rows))
+        scores = scored_as.to(dtype).broadcast_to(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
     lse = torch.where(seen.any(-1), lse, -torch.inf)
@@ -57,6 +78,15 @@ def reference(
     out = rearrange(weights @ v, "b g (r n) d -> b (g r) n d", n=len(rows))
     part = Partial(out, lse)
     return part if sink is None else with_sink(part, sink.to(dtype))
+
+
+def selected(
+    select: Any, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None
+) -> Selection | None:
+    """The selection of a call, judged; a selector's, where one was given."""
+    if hasattr(select, "select") and not isinstance(select, type):
+        select = select.select(q, k, grid, rule)
+    return None if select is None else check_selection(select, grid, (q.shape[1], k.shape[1]))
 
 
 def allowed(
@@ -79,8 +109,7 @@ def allowed(
     chosen = select.dense(rows)
     chosen = chosen.expand(grid.batch, -1, -1, -1).repeat_interleave(heads // chosen.shape[1], 1)
     seen = ruled & chosen
-    if fallback is not None:
-        reach = 1 if fallback == "self" else fallback[1]
+    if (reach := check_fallback(fallback)) is not None:
         near = (position - key >= 0) & (position - key < reach)
         seen = torch.where(seen.any(-1, keepdim=True), seen, ruled & near)
     return seen

@@ -16,6 +16,22 @@ from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, trace
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def judging(cls: Any, trace: Callable[[Any], object]) -> Any:
+    """``__post_init__`` of a class of rules: its own, then a trace of the finished rule.
+
+    A class that calls its parent's meets the parent's judging before it is whole: only that of the
+    rule's own class traces.
+    """
+    own = cls.__post_init__
+
+    def judged(self: Any) -> None:
+        own(self)
+        if type(self).__post_init__ is judged:
+            trace(self)
+
+    return judged
+
+
 @dataclass(frozen=True, eq=False)
 class MaskRule:
     """A mask_mod with parameters: write a frozen dataclass with ``__call__(b, h, q_idx, kv_idx)``.
@@ -34,19 +50,15 @@ class MaskRule:
     ..##
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("__post_init__")
-        if own is not None and own is not MaskRule.__post_init__:
-
-            def judged(self: MaskRule) -> None:
-                own(self)
-                MaskRule.__post_init__(self)
-
-            cls.__post_init__ = judged  # type: ignore[method-assign]
+        if judged:
+            cls.__post_init__ = judging(cls, lambda rule: trace_rule(rule))  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        trace_rule(self)
+        """Judges the user's values, in a subclass."""
+        if type(self) is MaskRule:
+            trace_rule(self)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         raise RuleError(
@@ -108,14 +120,11 @@ class Function(MaskRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(MaskRule):
+class And(MaskRule, judged=False):
     """What both rules allow."""
 
     first: MaskRule
     second: MaskRule
-
-    def __post_init__(self) -> None:
-        """Its parts were judged when they were made."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.first(b, h, q_idx, kv_idx) & self.second(b, h, q_idx, kv_idx)
@@ -125,14 +134,11 @@ class And(MaskRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(MaskRule):
+class Or(MaskRule, judged=False):
     """What either rule allows."""
 
     first: MaskRule
     second: MaskRule
-
-    def __post_init__(self) -> None:
-        """Its parts were judged when they were made."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.first(b, h, q_idx, kv_idx) | self.second(b, h, q_idx, kv_idx)
@@ -142,13 +148,10 @@ class Or(MaskRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(MaskRule):
+class Not(MaskRule, judged=False):
     """What the rule forbids."""
 
     rule: MaskRule
-
-    def __post_init__(self) -> None:
-        """Its part was judged when it was made."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.rule(b, h, q_idx, kv_idx)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import describe, holdings, lift, moved
-from flexsparse.rules import MaskRule, traced_once
+from flexsparse.rules import MaskRule, judging, traced_once
 from flexsparse.tracing import SCORE_ARGUMENTS, Traced
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -30,19 +30,15 @@ class ScoreRule:
     3.0
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("__post_init__")
-        if own is not None and own is not ScoreRule.__post_init__:
-
-            def judged(self: ScoreRule) -> None:
-                own(self)
-                ScoreRule.__post_init__(self)
-
-            cls.__post_init__ = judged  # type: ignore[method-assign]
+        if judged:
+            cls.__post_init__ = judging(cls, lambda rule: trace_score(rule))  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        trace_score(self)
+        """Judges the user's values, in a subclass."""
+        if type(self) is ScoreRule:
+            trace_score(self)
 
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -94,14 +90,11 @@ class Function(ScoreRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chain(ScoreRule):
+class Chain(ScoreRule, judged=False):
     """One score rule, then another."""
 
     first: ScoreRule
     second: ScoreRule
-
-    def __post_init__(self) -> None:
-        """Its parts were judged when they were made."""
 
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor

@@ -12,6 +12,8 @@ from flexsparse.errors import ArgumentError, SelectionError, ShapeError
 from flexsparse.kernels.dedupe import sorted_unique
 from flexsparse.shapes import ceil_div
 
+# Positions and candidates are 32-bit in kernels.
+LARGEST = 2**31 - 1
 OutOfRange = Literal["error", "drop"]
 
 
@@ -57,6 +59,8 @@ class Selection:
                 raise ArgumentError(f"{name} must be an int, got {value!r}")
             if value < 1:
                 raise SelectionError(f"{name} must be at least 1, got {value}")
+            if value > LARGEST and name.endswith("len"):
+                raise SelectionError(f"{name} must be below 2 ** 31, got {value}")
         if out_of_range not in ("error", "drop"):
             raise ArgumentError(f"out_of_range must be 'error' or 'drop', got {out_of_range!r}")
         _check_form(indices, ceil_div(q_len, q_block))
@@ -113,6 +117,8 @@ class Selection:
 
     def refine(self, *, q_block: int, kv_block: int) -> Selection:
         """The same pairs in smaller blocks, which must divide the present ones."""
+        if min(q_block, kv_block) < 1:
+            raise SelectionError(f"refine needs blocks of at least 1, got ({q_block}, {kv_block})")
         if self.q_block % q_block or self.kv_block % kv_block:
             raise SelectionError(
                 f"refine needs blocks that divide ({self.q_block}, {self.kv_block}), "
@@ -225,7 +231,7 @@ def _aligned(a: Selection, b: Selection) -> tuple[Selection, Selection]:
     pair = []
     for axis, name in ((0, "batch"), (1, "heads")):
         sizes = (a.indices.shape[axis], b.indices.shape[axis])
-        if max(sizes) % min(sizes):
+        if max(sizes) % min(sizes) or (axis == 0 and min(sizes) not in (1, max(sizes))):
             raise ShapeError(f"selections with {name} {sizes[0]} and {sizes[1]} do not combine")
     for one in (a, b):
         batch = max(a.indices.shape[0], b.indices.shape[0])

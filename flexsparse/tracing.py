@@ -42,6 +42,13 @@ class Traced:
     repeated: tuple[bool, ...]
     """For each tensor, whether it is the same one as an earlier."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "call"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A function that no module holds cannot be pickled; its source can.
+        vars(self).update(state, call=_compile_source(state["code"]))
+
     def bare(self) -> Traced:
         """The code alone."""
         return replace(self, tensors=())

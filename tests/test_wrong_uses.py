@@ -489,7 +489,7 @@ SLOTS: list[Case] = [
     ("bool from score", lambda: attend(score=lambda s, b, h, q, kv: q >= kv), RuleError,
      ("score", "must return a float tensor", "torch.bool", "rule=")),
     ("int from score", lambda: attend(score=lambda s, b, h, q, kv: q - kv), RuleError,
-     ("score", "must return a float tensor", "torch.int32", "score + bias[h]")),
+     ("score", "must return a float tensor", "torch.int64", "score + bias[h]")),
     ("none from score", lambda: attend(score=lambda s, b, h, q, kv: None), RuleError,
      ("score", "must return a float tensor", "None (NoneType)")),
     ("score in place", lambda: attend(score=lambda s, b, h, q, kv: s.add_(1)), RuleError,

@@ -51,11 +51,8 @@ class Walk(NamedTuple):
 
     def pairs(self, tiles: Tiles) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Raw scores ``[n, q_tile, kv_tile]``, the indices of their pairs, and what is seen."""
-        b, h, r = (
-            x[:, None, None].to(torch.int32)
-            for x in _unflatten(tiles.row, self.heads, self.span.tiles[0])
-        )
-        column = tiles.column[:, None, None].to(torch.int32)
+        b, h, r = (x[:, None, None] for x in _unflatten(tiles.row, self.heads, self.span.tiles[0]))
+        column = tiles.column[:, None, None]
         q = r * self.span.q_tile + _arange(self.span.q_tile, r)[:, None]
         kv = column * self.span.kv_tile + _arange(self.span.kv_tile, r)
         seen = (q < self.span.q_len) & (kv < self.span.kv_len)
@@ -69,7 +66,8 @@ class Walk(NamedTuple):
     def rescored(self, raw: Tensor, at: tuple[Tensor, ...], *score_tables: Tensor) -> Tensor:
         """Scores after the score rule."""
         assert self.score is not None
-        return self.score.mod(score_tables)(raw, *at).to(raw.dtype)
+        # A score that ignores the old one need not vary with the pair.
+        return self.score.mod(score_tables)(raw, *at).to(raw.dtype).broadcast_to(raw.shape)
 
 
 def _unflatten(at: Tensor, heads: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +75,7 @@ def _unflatten(at: Tensor, heads: int, rows: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _arange(n: int, like: Tensor) -> Tensor:
-    return torch.arange(n, device=like.device, dtype=torch.int32)
+    return torch.arange(n, device=like.device)
 
 
 def steps(

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flexsparse.arguments import Fallback, check_fallback, tile_size
+from flexsparse.choice import BackendName
 from flexsparse.errors import FlexSparseError
 from flexsparse.experiment.build import build_rule, build_score, build_selector
 from flexsparse.experiment.source import At, Source, dump, read
-from flexsparse.plan import BackendName
 from flexsparse.resolve import did_you_mean
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule

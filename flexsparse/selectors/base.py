@@ -53,11 +53,16 @@ class Selector:
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
         score = self.score(q, k, grid)
+        name = f"{type(self).__name__}.score"
+        if not isinstance(score, Tensor) or not score.is_floating_point():
+            given = score.dtype if isinstance(score, Tensor) else type(score).__name__
+            raise SelectionError(f"{name} must return a float tensor [B, H, R, C], got {given}")
         rows, blocks = grid.shape(self.q_block, self.block)
         allowed = {1, k.shape[1], q.shape[1]}
-        if score.ndim != 4 or score.shape[1] not in allowed or score.shape[2:] != (rows, blocks):
+        fits = score.ndim == 4 and score.shape[0] in (1, grid.batch) and score.shape[1] in allowed
+        if not fits or score.shape[2:] != (rows, blocks):
             raise SelectionError(
-                f"{type(self).__name__}.score must return [B, H, {rows}, {blocks}] with H one of "
+                f"{name} must return [B, H, {rows}, {blocks}] with B {grid.batch} or 1 and H one of "
                 f"{sorted(allowed)}, got {list(score.shape)}"
             )
         reachable = self.within_reach(q, k, grid, rule, score.shape[1])

@@ -1,0 +1,79 @@
+"""How a call runs: its address, its backend, its tile, each with the reason."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from flexsparse.address import FoldedHeads, Identity, folds_without_copy
+from flexsparse.arguments import tile_size
+from flexsparse.backends import Backend, Call, flex, tiles
+from flexsparse.errors import ArgumentError, BackendError, LayoutError
+from flexsparse.selection import Selection
+
+BackendName = Literal["auto", "flex", "tiles"]
+Pack = Literal["identity", "fold"]
+BACKENDS: dict[str, Backend] = {"flex": flex, "tiles": tiles}
+_DEFAULT_TILE = (128, 128)
+
+
+def choose_address(
+    q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
+) -> Identity:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if pack not in (None, "identity", "fold"):
+        raise ArgumentError(f"pack must be None, 'identity' or 'fold', got {pack!r}")
+    viewable = all(folds_without_copy(x) for x in (q, k, v))
+    per_query = select is not None and select.heads == heads and heads != kv_heads
+    if pack == "fold":
+        if not viewable:
+            raise LayoutError(
+                "pack='fold' needs q, k and v whose heads fold into the batch without a copy: make "
+                "them contiguous as [B, H, S, D], or leave pack out"
+            )
+        why.append("KV heads are folded as asked")
+        return FoldedHeads(heads, kv_heads)
+    per_kv = select is not None and select.heads == kv_heads and 1 < kv_heads < heads
+    if pack == "identity" or not per_kv or per_query:
+        return Identity(heads, kv_heads)
+    if not viewable:
+        why.append("a list per KV head is repeated for its query heads: folding would copy tensors")
+        return Identity(heads, kv_heads)
+    why.append("one list per KV head: folded, so that its query heads share it")
+    return FoldedHeads(heads, kv_heads)
+
+
+def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
+    if name != "auto":
+        if not isinstance(name, str) or name not in BACKENDS:
+            raise BackendError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
+        backend = BACKENDS[name]
+        if (refusal := backend.refuses(call)) is not None:
+            raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
+        why.append(f"{name} was asked for")
+        return backend
+    if call.device.type == "cpu":
+        why.append(
+            "tiles on CPU: FlexAttention there compiles anew for each length and has neither backward "
+            "nor lse (backend='flex' takes it, forward only)"
+        )
+        return tiles
+    if (refusal := flex.refuses(call)) is not None:
+        why.append(f"tiles: {refusal}")
+        return tiles
+    why.append("flex: one fused kernel, forward and backward")
+    return flex
+
+
+def choose_tile(
+    tile: int | tuple[int, int] | None, backend: Backend, call: Call, why: list[str]
+) -> tuple[int, int]:
+    wanted = _DEFAULT_TILE if tile is None else tile_size(tile)
+    given = flex.tile_for(wanted, call) if backend is flex else wanted
+    if given != wanted:
+        need = "its backward" if call.grads else "tensor cores"
+        why.append(
+            f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside, for {need}"
+        )
+    return given
