@@ -12,7 +12,7 @@ from torch import Tensor
 from flexsparse.arguments import Empty, Fallback
 from flexsparse.choice import BackendName, Pack
 from flexsparse.layout import Layout
-from flexsparse.parameters import held, settled
+from flexsparse.parameters import held, is_number, settled
 from flexsparse.plan import Choices, Plan, make_plan
 from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
@@ -139,7 +139,5 @@ def _seen(mod: Any, judged: Callable[[Any], Any]) -> object:
         return held(mod)
     rule = judged(mod)
     traced = trace_rule(rule) if isinstance(rule, MaskRule) else trace_score(rule)
-    values = [
-        t.item() if t.ndim == 0 and t.device.type == "cpu" else held(t) for t in traced.tensors
-    ]
+    values = [t.item() if is_number(t) else held(t) for t in traced.tensors]
     return (traced.kind, *values)

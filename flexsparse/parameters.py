@@ -18,6 +18,7 @@ from torch import Tensor
 
 STATIC = "static"
 TRACE = "_traced"
+_LIFTED = "_flexsparse_number"
 # Larger numbers stay numbers: beside the 32-bit positions of a kernel a tensor of them would wrap.
 LARGEST_NUMBER = 2**30
 
@@ -50,14 +51,25 @@ def moved(mod: Any, device: torch.device) -> Any:
 def _lifted(value: Any, closures: bool) -> Any:
     # Subclasses, bool and IntEnum among them, may mean more than their number.
     if type(value) is int and abs(value) <= LARGEST_NUMBER:
-        return torch.tensor(value, dtype=torch.int32, device="cpu")
+        return _number(value, torch.int32)
     if type(value) is float:
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
+        return _number(value, torch.float64)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _copied(value, lambda v: _lifted(v, closures))
     if closures:
         return _rebuilt(value, lambda v: _lifted(v, closures))
     return value
+
+
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    number = torch.tensor(value, dtype=dtype, device="cpu")
+    setattr(number, _LIFTED, True)
+    return number
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a plain number of the user's, and is nobody else's."""
+    return getattr(tensor, _LIFTED, False)
 
 
 def _copied(mod: Any, change: Callable[[Any], Any]) -> Any:

@@ -17,6 +17,7 @@ from flexsparse.address import Identity
 from flexsparse.bounds import check_tables
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
+from flexsparse.parameters import is_number
 from flexsparse.rules import MaskMod, MaskRule, trace_rule
 from flexsparse.scores import ScoreMod, ScoreRule, trace_score
 from flexsparse.selection import Selection
@@ -227,8 +228,8 @@ def rule_tables(traced: Traced, device: torch.device, dtype: torch.dtype) -> lis
     """The tensors of a rule where a kernel reads them; a plain number in the kernel's precision."""
     found = []
     for tensor in traced.tensors:
-        number = tensor.ndim == 0 and tensor.dtype == torch.float64 and not tensor.requires_grad
-        found.append(tensor.to(device=device, dtype=dtype) if number else tensor.to(device))
+        inexact = is_number(tensor) and tensor.is_floating_point()
+        found.append(tensor.to(device=device, dtype=dtype) if inexact else tensor.to(device))
     return found
 
 

@@ -833,20 +833,6 @@ FLEX: list[Case] = [
 ]  # fmt: skip
 
 
-def named(cases: list[Case]) -> list[Any]:
-    return [pytest.param(*case[1:], id=case[0].replace(" ", "-")) for case in cases]
-
-
-@pytest.mark.parametrize(
-    ("use", "error", "words"),
-    named([*SLOTS, *SELECTIONS, *TENSORS, *OPTIONS, *PLANS, *GALLERY, *TABLES, *FLEX]),
-)
-def test_refused(
-    use: Callable[[], Any], error: type[fs.FlexSparseError], words: tuple[str, ...]
-) -> None:
-    refused(use, error, *words)
-
-
 class IntegerScores(fs.Selector):
     def score(self, q: Tensor, k: Tensor, grid: fs.Grid) -> Tensor:
         return torch.zeros(1, 1, *grid.shape(self.q_block, self.block), dtype=torch.int64)
@@ -873,54 +859,88 @@ def reads_past_the_end_at_one_pair(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: 
 
 many = torch.zeros(1, 1, 2048, 1)
 
+JUDGED: list[Case] = [
+    ("selector in build_layout with a device", lambda: layout(select=Quest(), device="cpu"),
+     ArgumentError, ("select", "Quest", "attention or make_plan")),
+    ("raw in build_layout with a device", lambda: layout(select=ids(1, 1, Q, 4), device="cpu"),
+     ArgumentError, ("select", "tensor [1, 1, 8, 4]", "from_indices")),
+    ("selector class", lambda: attend(select=Quest), ArgumentError,
+     ("select", "class Quest", "Quest(...)")),
+    ("list select", lambda: attend(select=[1, 2]), ArgumentError,
+     ("select", "a Selection or a Selector", "list")),
+    ("block mask as layout", lambda: plan.run(q, k, v, block_mask), ArgumentError,
+     ("layout", "BlockMask", "plan.layout")),
+    ("selection as layout", lambda: selecting_plan.run(q, k, v, chosen()), ArgumentError,
+     ("layout", "Selection", "plan.layout")),
+    ("list as q of check", lambda: fs.check([1], k, v), ArgumentError,
+     ("q", "a tensor", "list")),
+    ("sparse tensor", lambda: fs.attention(q.to_sparse(), k, v), ShapeError,
+     ("q", "sparse", "to_dense()")),
+    ("no head dim", lambda: fs.attention(q[..., :0], k[..., :0], v), ShapeError,
+     ("q", "[2, 4, 8, 0]", "at least 1")),
+    ("no value dim", lambda: fs.attention(q, k, v[..., :0]), ShapeError,
+     ("v", "[2, 2, 16, 0]", "at least 1")),
+    ("int tensors under autocast", under_autocast, ShapeError, ("q, k and v", "torch.int32")),
+    ("fallback of True", lambda: attend(select=chosen(), fallback=("local", True)),
+     ArgumentError, ("fallback", "n >= 1", "('local', True)")),
+    ("merge of an empty generator", lambda: fs.merge(p for p in ()), ArgumentError,
+     ("merge", "at least one Partial")),
+    ("merge across devices",
+     lambda: fs.merge([part, fs.Partial(part.out.to("meta"), part.lse.to("meta"))]),
+     ShapeError, ("place 1", "meta", "cpu")),
+    ("reference of D", lambda: fs.reference(q[..., :8], k, v), ShapeError,
+     ("axis 'd'", "8 in q", "16 in k")),
+    ("reference of heads", lambda: fs.reference(q[:, :3], k, v), ShapeError,
+     ("3 query heads", "multiple of Hkv")),
+    ("reference of wrong heads", lambda: fs.reference(q, k, v, select=chosen(heads=3)),
+     ShapeError, ("select", "3 heads")),
+    ("reference of wrong kv_len", lambda: fs.reference(q, k, v, select=chosen(kv_len=9)),
+     ShapeError, ("select", "kv_len 9")),
+    ("reference of a fallback", lambda: fs.reference(q, k, v, select=chosen(), fallback="none"),
+     ArgumentError, ("fallback", "'none'")),
+    ("reference of a sink", lambda: fs.reference(q, k, v, sink=torch.zeros(HKV)), ShapeError,
+     ("sink", "shape [4]", "got [2]")),
+    ("reference of a scale", lambda: fs.reference(q, k, v, scale=math.nan), ArgumentError,
+     ("scale", "finite", "nan")),
+    ("refine to 0", lambda: chosen().refine(q_block=0, kv_block=1), SelectionError,
+     ("refine", "(0, 1)", "at least 1")),
+    ("union of batches", lambda: chosen(batch=2) | chosen(batch=4), ShapeError,
+     ("batch 2 and 4", "do not combine")),
+    ("selector of int scores", lambda: attend(select=IntegerScores()), SelectionError,
+     ("IntegerScores.score", "float", "torch.int64")),
+    ("selector of another batch", lambda: attend(select=ForeignBatch(), rule=RightPadding(ids(2) + 9)),
+     SelectionError, ("ForeignBatch.score", "[3, 1, 1, 1]")),
+    ("selector of no scores", lambda: attend(select=NoScores()), SelectionError,
+     ("NoScores.score", "NoneType")),
+]  # fmt: skip
+
+
+def named(cases: list[Case]) -> list[Any]:
+    return [pytest.param(*case[1:], id=case[0].replace(" ", "-")) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "words"),
+    named([*SLOTS, *SELECTIONS, *TENSORS, *OPTIONS, *PLANS, *GALLERY, *TABLES, *FLEX, *JUDGED]),
+)
+def test_refused(
+    use: Callable[[], Any], error: type[fs.FlexSparseError], words: tuple[str, ...]
+) -> None:
+    refused(use, error, *words)
+
+
 # Each kind is one fault, with the uses that show it.
 UNREFUSED: dict[str, list[Case]] = {
-    "build_layout with a device does not judge its selection": [
-        ("selector in build_layout with a device", lambda: layout(select=Quest(), device="cpu"),
-         ArgumentError, ("select", "Quest", "attention or make_plan")),
-        ("raw in build_layout with a device", lambda: layout(select=ids(1, 1, Q, 4), device="cpu"),
-         ArgumentError, ("select", "tensor [1, 1, 8, 4]", "from_indices")),
-    ],
-    "attention's select may be a Selector, which its error does not say": [
-        ("selector class", lambda: attend(select=Quest), ArgumentError,
-         ("select", "class Quest", "Quest(...)")),
-        ("list select", lambda: attend(select=[1, 2]), ArgumentError,
-         ("select", "a Selection or a Selector", "list")),
-    ],
-    "plan.run does not judge the kind of its layout": [
-        ("block mask as layout", lambda: plan.run(q, k, v, block_mask), ArgumentError,
-         ("layout", "BlockMask", "plan.layout")),
-        ("selection as layout", lambda: selecting_plan.run(q, k, v, chosen()), ArgumentError,
-         ("layout", "Selection", "plan.layout")),
-    ],
     "tensors are asked for their device before they are judged": [
         ("list as q", lambda: fs.attention([1], k, v), ArgumentError, ("q", "a tensor", "list")),
         ("array as q", lambda: fs.attention(q.numpy(), k, v), ArgumentError,
          ("q", "a tensor", "ndarray")),
-        ("list as q of check", lambda: fs.check([1], k, v), ArgumentError,
-         ("q", "a tensor", "list")),
         ("meta tensors", lambda: fs.attention(*(x.to("meta") for x in (q, k, v))),
          ShapeError, ("q", "meta")),
-        ("sparse tensor", lambda: fs.attention(q.to_sparse(), k, v), ShapeError,
-         ("q", "sparse", "to_dense()")),
-        ("no head dim", lambda: fs.attention(q[..., :0], k[..., :0], v), ShapeError,
-         ("q", "[2, 4, 8, 0]", "at least 1")),
-        ("no value dim", lambda: fs.attention(q, k, v[..., :0]), ShapeError,
-         ("v", "[2, 2, 16, 0]", "at least 1")),
-        ("int tensors under autocast", under_autocast, ShapeError, ("q, k and v", "torch.int32")),
     ],
     "a bool passes for an int, or a list is looked up": [
-        ("fallback of True", lambda: attend(select=chosen(), fallback=("local", True)),
-         ArgumentError, ("fallback", "n >= 1", "('local', True)")),
         ("backend list", lambda: attend(backend=["flex"]), BackendError,
          ("backend", "auto", "['flex']")),
-    ],
-    "merge trusts what it is given": [
-        ("merge of an empty generator", lambda: fs.merge(p for p in ()), ArgumentError,
-         ("merge", "at least one Partial")),
-        ("merge across devices",
-         lambda: fs.merge([part, fs.Partial(part.out.to("meta"), part.lse.to("meta"))]),
-         ShapeError, ("place 1", "meta", "cpu")),
     ],
     "the gallery compares numbers before it knows that they are": [
         ("SlidingWindow of text", lambda: SlidingWindow("4"), ArgumentError,
@@ -935,36 +955,8 @@ UNREFUSED: dict[str, list[Case]] = {
         ("PrefixLM of text", lambda: PrefixLM("a"), ArgumentError, ("PrefixLM prefix", "'a'")),
     ],
     "the reference judges nothing": [
-        ("reference of D", lambda: fs.reference(q[..., :8], k, v), ShapeError,
-         ("axis 'd'", "8 in q", "16 in k")),
-        ("reference of heads", lambda: fs.reference(q[:, :3], k, v), ShapeError,
-         ("3 query heads", "multiple of Hkv")),
         ("reference of a raw select", lambda: fs.reference(q, k, v, select=ids(1, 1, Q, 3)),
          ArgumentError, ("select", "tensor [1, 1, 8, 3]", "from_indices")),
-        ("reference of wrong heads", lambda: fs.reference(q, k, v, select=chosen(heads=3)),
-         ShapeError, ("select", "3 heads")),
-        ("reference of wrong kv_len", lambda: fs.reference(q, k, v, select=chosen(kv_len=9)),
-         ShapeError, ("select", "kv_len 9")),
-        ("reference of a fallback", lambda: fs.reference(q, k, v, select=chosen(), fallback="none"),
-         ArgumentError, ("fallback", "'none'")),
-        ("reference of a sink", lambda: fs.reference(q, k, v, sink=torch.zeros(HKV)), ShapeError,
-         ("sink", "shape [4]", "got [2]")),
-        ("reference of a scale", lambda: fs.reference(q, k, v, scale=math.nan), ArgumentError,
-         ("scale", "finite", "nan")),
-    ],
-    "selections divide by a block of none, and join batches that do not broadcast": [
-        ("refine to 0", lambda: chosen().refine(q_block=0, kv_block=1), SelectionError,
-         ("refine", "(0, 1)", "at least 1")),
-        ("union of batches", lambda: chosen(batch=2) | chosen(batch=4), ShapeError,
-         ("batch 2 and 4", "do not combine")),
-    ],
-    "a selector's own score is used before it is judged": [
-        ("selector of int scores", lambda: attend(select=IntegerScores()), SelectionError,
-         ("IntegerScores.score", "float", "torch.int64")),
-        ("selector of another batch", lambda: attend(select=ForeignBatch(), rule=RightPadding(ids(2) + 9)),
-         SelectionError, ("ForeignBatch.score", "[3, 1, 1, 1]")),
-        ("selector of no scores", lambda: attend(select=NoScores()), SelectionError,
-         ("NoScores.score", "NoneType")),
     ],
     "a table is judged at a sample of pairs, and its read past the end then has torch's words": [
         ("table of one pair",
