@@ -88,10 +88,10 @@ def attention(
     return result.out if result.lse is None else (result.out, result.lse)
 
 
-# The plans of the last few calls. A plan holds every object that its signature names, so an
-# identity in a signature cannot come to mean another object while the plan is here.
+# The plans of the last few calls, each with every object that its signature names: so an identity in a
+# signature cannot come to mean another object while the plan is here.
 _KEPT = 16
-_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], tuple[Plan, list[Any]]] = OrderedDict()
 
 
 def _planned(
@@ -101,14 +101,16 @@ def _planned(
     if torch.compiler.is_compiling():
         plan = make_plan(q, k, v, **options)
         return plan, plan.first
-    signature = _signature(q, k, v, options)
+    keep: list[Any] = []
+    signature = _signature(q, k, v, options, keep)
     if signature not in _plans:
-        plan = _plans[signature] = make_plan(q, k, v, **options)
+        plan = make_plan(q, k, v, **options)
+        _plans[signature] = plan, keep
         if len(_plans) > _KEPT:
             _plans.popitem(last=False)
         return plan, plan.first
     _plans.move_to_end(signature)
-    plan = _plans[signature]
+    plan, _ = _plans[signature]
     if plan.selector is None:
         # The same values can be another change of the same tensors.
         stale = plan.first is not None and plan.outdated(plan.first)
@@ -120,24 +122,32 @@ def _planned(
     return plan, plan.layout(select)
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[object, ...]:
+def _signature(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], keep: list[Any]
+) -> tuple[object, ...]:
     forms: list[object] = []
     for x in (q, k, v):
         if isinstance(x, Tensor):
             forms.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
     mode: list[object] = [torch.is_grad_enabled()]
-    if forms and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         mode.append(torch.get_autocast_dtype(q.device.type))
     parts = dict(options)
     rule, score = parts.pop("rule"), parts.pop("score")
-    return (*forms, *mode, _seen(rule, as_rule), _seen(score, as_score), held(parts))
+    return (
+        *forms,
+        *mode,
+        _seen(rule, as_rule, keep),
+        _seen(score, as_score, keep),
+        held(parts, keep),
+    )
 
 
-def _seen(mod: Any, judged: Callable[[Any], Any]) -> object:
+def _seen(mod: Any, judged: Callable[[Any], Any], keep: list[Any]) -> object:
     """What a mod amounts to: what it holds, where that says all, or else its trace."""
     if settled(mod):
-        return held(mod)
+        return held(mod, keep)
     rule = judged(mod)
     traced = trace_rule(rule) if isinstance(rule, MaskRule) else trace_score(rule)
-    values = [t.item() if is_number(t) else held(t) for t in traced.tensors]
+    values = [t.item() if is_number(t) else held(t, keep) for t in traced.tensors]
     return (traced.kind, *values)

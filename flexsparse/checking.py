@@ -126,7 +126,11 @@ def check(
     forced: Choices = {
         "empty": empty, "sanitize": sanitize, "backend": backend, "pack": pack, "tile": tile,
     }  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False), torch.set_grad_enabled(grads):
+    with (
+        torch.inference_mode(False),
+        torch.autocast(q.device.type, enabled=False),
+        torch.set_grad_enabled(grads),
+    ):
         if grads:
             q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
         inputs = {"q": q, "k": k, "v": v}

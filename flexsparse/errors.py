@@ -41,5 +41,20 @@ class ConfigError(FlexSparseError, ValueError):
     """A configuration file or override that cannot be used."""
 
 
+def check_number(owner: str, field: str, value: object, kind: type, least: float) -> None:
+    """Refuses a parameter of the gallery that is no number, or too small; a 0-d tensor is one."""
+    if getattr(value, "ndim", None) == 0:
+        return
+    name = "an int" if kind is int else "a number"
+    accepted = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        shape = getattr(value, "shape", None)
+        dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        given = repr(value) if shape is None else f"{dtype}{list(shape)}"
+        raise ArgumentError(f"{owner} {field} must be {name}, got {given}")
+    if value < least:
+        raise ArgumentError(f"{owner} {field} must be at least {least:g}, got {value}")
+
+
 class CheckFailed(FlexSparseError, AssertionError):
     """A result that differs from the reference by more than its error budget."""

@@ -20,7 +20,7 @@ from flexsparse.arguments import (
     tile_size,
 )
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.compress import compress, expand
@@ -264,7 +264,11 @@ def fill(
         tiles = every_tile(*lists, span, device)
     else:
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-    covered = cover(program.mod(tables), tiles, span)
+    try:
+        covered = cover(program.mod(tables), tiles, span)
+    except IndexError as error:
+        name = program.rule.name if program.rule else "the mask"
+        raise RuleError(f"{name} reads a table past its end: {error}") from error
     partial, full = tile_maps_of(tiles, covered, lists, span)
     kv_num, kv_idx = compress(partial)
     full_kv_num, full_kv_idx = compress(full)

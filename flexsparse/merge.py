@@ -70,8 +70,9 @@ def with_sink(part: Partial, sink: Tensor) -> Partial:
     Source: the sinks of gpt-oss (OpenAI, 2025) and of Xiao et al., "StreamingLLM", 2023, 3.2.
     """
     logit = sink.to(part.lse.dtype)[None, :, None]
-    # The share of the keys in the new denominator; 0 where nothing was seen.
-    share = torch.sigmoid(part.lse - logit)
-    share = torch.where(part.lse == -torch.inf, 0, share)
+    # Where nothing was seen, the sink is all there is; -inf - -inf would be NaN there.
+    empty = part.lse == -torch.inf
+    lse = torch.where(empty, 0, part.lse)
+    share = torch.where(empty, 0, torch.sigmoid(lse - logit))
     out = (part.out.to(share.dtype) * share[..., None]).to(part.out.dtype)
-    return Partial(out, torch.logaddexp(part.lse, logit))
+    return Partial(out, torch.where(empty, logit, torch.logaddexp(lse, logit)))

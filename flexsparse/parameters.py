@@ -89,8 +89,20 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             *(change(a) for a in value.args),
             **{k: change(v) for k, v in value.keywords.items()},
         )
-    if not isinstance(value, FunctionType):
+    if not isinstance(value, FunctionType) or value in _being_rebuilt:
         return value
+    _being_rebuilt.append(value)
+    try:
+        return _refilled(value, change)
+    finally:
+        _being_rebuilt.pop()
+
+
+# Functions that name each other are rebuilt once, from the outside in.
+_being_rebuilt: list[FunctionType] = []
+
+
+def _refilled(value: FunctionType, change: Callable[[Any], Any]) -> FunctionType:
     filled = [_cell(c, change, value) for c in value.__closure__ or ()]
     copy = FunctionType(
         value.__code__,
@@ -127,32 +139,34 @@ def holdings(mod: Any) -> dict[str, Any]:
     return found
 
 
-def held(mod: Any) -> tuple[object, ...]:
+def held(mod: Any, keep: list[Any]) -> tuple[object, ...]:
     """What ``mod`` depends on, as a value that changes when any of it changes.
 
     Tensors count by identity and version counter, numbers and strings by value, all else by
-    identity.
+    identity. Whoever keeps the value must ``keep`` these objects: an identity can be given away.
     """
-    return tuple(_walk(mod, set()))
+    return tuple(_walk(mod, set(), keep))
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[object]:
+def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
     if isinstance(value, Tensor):
         # A tensor made in inference mode keeps no count of its changes: it never looks unchanged.
         changes = object() if value.is_inference() else value._version
-        yield (id(value), changes, value.requires_grad)
+        keep.append(value)
+        yield (id(value), value.data_ptr(), changes, value.requires_grad)
         return
     if isinstance(value, int | float | str | bool | type(None)):
         yield (type(value), value)
         return
     if not isinstance(value, list | tuple | dict):
         # A container is what it holds: the caller's is made anew for each call.
+        keep.append(value)
         yield id(value)
     if id(value) in seen:
         return
     seen.add(id(value))
     for part in _parts(value):
-        yield from _walk(part, seen)
+        yield from _walk(part, seen, keep)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -178,6 +192,15 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from holdings(value).values()
 
 
+# Built-ins through which a function can read anything.
+_ASKS = {"getattr", "globals", "vars", "eval", "exec", "__import__"}
+
+
+def _is_constant(read: Any) -> bool:
+    """A module whose contents nobody changes, or the class Tensor."""
+    return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
+
+
 def settled(mod: Any) -> bool:
     """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
 
@@ -191,7 +214,7 @@ def settled(mod: Any) -> bool:
         read = [mod.__globals__[n] for n in code.co_names if n in mod.__globals__]
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
         held_by = [*map(_content, mod.__closure__ or ()), *(mod.__defaults__ or ())]
-        plain = not inner and all(isinstance(x, ModuleType) or x is Tensor for x in read)
+        plain = not inner and all(_is_constant(x) for x in read) and not _ASKS & set(code.co_names)
         return plain and all(settled(x) for x in held_by)
     if not dataclasses.is_dataclass(mod) or isinstance(mod, type):
         return False

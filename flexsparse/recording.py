@@ -60,6 +60,11 @@ _SLICED = _Fix(
     "slices a captured tensor, or leaves an axis of it unindexed",
     "index every axis by a scalar, such as table[b, h, q_idx, kv_idx]",
 )
+_SHAPED = _Fix(
+    "uses the shape of an index",
+    "an index is one number a pair in a kernel: write torch.ones_like(q_idx), or capture a length",
+)
+_KEEPS_SHAPE = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
 _COMPUTED = _Fix("indexes a tensor that it computes", "compute the table first, and capture it")
 
 
@@ -80,6 +85,9 @@ _READS_VALUE = {
 }
 
 
+_READS_SHAPE = (Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
+
+
 class NoValues(TorchFunctionMode):
     """Refuses what reads a tensor's value in Python, before torch answers in its own words."""
 
@@ -96,6 +104,8 @@ class NoValues(TorchFunctionMode):
     ) -> Any:
         if (fix := _READS_VALUE.get(func)) is not None:
             self.recorder.refuse(fix)
+        if func in _READS_SHAPE and args and self.recorder.computes(args[0]):
+            self.recorder.refuse(_SHAPED)
         return func(*args, **(kwargs or {}))
 
 
@@ -203,6 +213,8 @@ class Recorder(TorchDispatchMode):
                 "aten.full_like", "aten.new_ones", "aten.new_zeros", "aten.new_full",
             )  # fmt: skip
             if made or like:
+                if packet not in _KEEPS_SHAPE and any(isinstance(a, list) and a for a in args):
+                    self.refuse(_SHAPED)
                 return
             if torch.Tag.pointwise not in func.tags and packet not in _POINTWISE_UNTAGGED:
                 self.refuse(_REDUCED)
@@ -287,6 +299,11 @@ class Recorder(TorchDispatchMode):
             if name in reached:
                 reached |= read
         return frozenset(reached)
+
+    def computes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an index or made from one, not captured."""
+        name = self._names.get(id(tensor))
+        return name is not None and not name.startswith("t")
 
     def gathers(self, variable: str) -> int:
         needed = self.reach(variable)

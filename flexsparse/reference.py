@@ -84,7 +84,7 @@ def selected(
     select: Any, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None
 ) -> Selection | None:
     """The selection of a call, judged; a selector's, where one was given."""
-    if hasattr(select, "select") and not isinstance(select, type):
+    if hasattr(select, "select") and not isinstance(select, type | Tensor):
         select = select.select(q, k, grid, rule)
     return None if select is None else check_selection(select, grid, (q.shape[1], k.shape[1]))
 

@@ -73,7 +73,30 @@ class Selection:
         unique = sorted_unique(indices, inside)
         # A set of candidates cannot be larger than there are candidates.
         width = max(1, min(unique.shape[-1], candidates))
-        return Selection(unique[..., :width].contiguous(), q_len, kv_len, q_block, kv_block)
+        return Selection._whole(unique[..., :width].contiguous(), q_len, kv_len, q_block, kv_block)
+
+    def __post_init__(self) -> None:
+        # Made by hand: held to what from_indices holds it to.
+        judged = Selection.from_indices(
+            self.indices,
+            kv_len=self.kv_len,
+            q_len=self.q_len,
+            kv_block=self.kv_block,
+            q_block=self.q_block,
+        )
+        object.__setattr__(self, "indices", judged.indices)
+
+    @staticmethod
+    def _whole(indices: Tensor, q_len: int, kv_len: int, q_block: int, kv_block: int) -> Selection:
+        """A Selection of indices that are known to be unique, rising and inside."""
+        made = object.__new__(Selection)
+        values = {
+            "indices": indices, "q_len": q_len, "kv_len": kv_len, "q_block": q_block,
+            "kv_block": kv_block,
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
 
     @property
     def heads(self) -> int:
@@ -107,7 +130,7 @@ class Selection:
         """bool ``[B, H, q_len, kv_len]``, or only the rows of the query indices given, ``[n]``."""
         if queries is None:
             queries = torch.arange(self.q_len, device=self.indices.device)
-        rows = Selection(
+        rows = Selection._whole(
             self.indices[:, :, queries // self.q_block], len(queries), self.kv_len, 1, self.kv_block
         )
         return rows.blocks().repeat_interleave(self.kv_block, -1)[..., : self.kv_len]
@@ -132,7 +155,7 @@ class Selection:
         fine = torch.where(valid, fine, -1).flatten(-2).to(torch.int32)
         rows = torch.arange(ceil_div(self.q_len, q_block), device=fine.device)
         fine = fine[:, :, rows * q_block // self.q_block]
-        return Selection(fine, self.q_len, self.kv_len, q_block, kv_block)._sorted()
+        return Selection._whole(fine, self.q_len, self.kv_len, q_block, kv_block)._sorted()
 
     def union(self, other: Selection) -> Selection:
         """Candidates of either."""
@@ -157,7 +180,7 @@ class Selection:
         )
 
     def _with(self, indices: Tensor) -> Selection:
-        return Selection(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
+        return Selection._whole(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
 
     def __repr__(self) -> str:
         b, h, r, k = self.indices.shape

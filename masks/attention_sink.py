@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_number
 from flexsparse.rules import MaskRule
 
 
@@ -31,8 +31,7 @@ class AttentionSink(MaskRule):
     size: int = 4
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ArgumentError(f"AttentionSink size must be at least 1 key, got {self.size}")
+        check_number("AttentionSink", "size", self.size, int, 1)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx < self.size

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, check_number
 from flexsparse.rules import MaskRule
 
 
@@ -35,8 +35,8 @@ class PrefixLM(MaskRule):
             raise ArgumentError(
                 f"PrefixLM prefix must be an int or an int tensor [B], got {p.dtype}{list(p.shape)}"
             )
-        if not isinstance(p, Tensor) and p < 0:
-            raise ArgumentError(f"PrefixLM prefix must be at least 0 keys, got {p}")
+        if not isinstance(p, Tensor):
+            check_number("PrefixLM", "prefix", p, int, 0)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         prefix = self.prefix

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_number
 from flexsparse.rules import MaskRule
 
 
@@ -30,8 +30,7 @@ class SlidingWindow(MaskRule):
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ArgumentError(f"SlidingWindow size must be at least 1 key, got {self.size}")
+        check_number("SlidingWindow", "size", self.size, int, 1)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (q_idx - kv_idx < self.size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, check_number
 from flexsparse.scores import ScoreRule
 
 
@@ -24,7 +24,8 @@ class Softcap(ScoreRule):
     cap: float
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
+        check_number("Softcap", "cap", self.cap, float, -float("inf"))
+        if not isinstance(self.cap, Tensor) and not self.cap > 0:
             raise ArgumentError(f"Softcap cap must be positive, got {self.cap}")
 
     def __call__(

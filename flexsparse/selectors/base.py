@@ -105,6 +105,7 @@ class Selector:
 
 def pooled(x: Tensor, block: int, fill: float) -> Tensor:
     """``[B, H, S, D]`` -> ``[B, H, C, block, D]``, the last block filled up with ``fill``."""
+    block = min(block, x.shape[2])
     missing = -x.shape[2] % block
     x = torch.nn.functional.pad(x, (0, 0, 0, missing), value=fill)
     return rearrange(x, "b h (c s) d -> b h c s d", s=block)
