@@ -52,6 +52,12 @@ class Grid:
                     f"q_offset must have shape [{batch}] (one position a sequence), "
                     f"got {list(offset.shape)}"
                 )
+            if offset.device.type == "cpu" and not torch.compiler.is_compiling():
+                far = offset.abs().max() if offset.numel() else offset.sum()
+                if int(far) > LARGEST:
+                    raise ShapeError(
+                        f"q_offset must be within 2 ** 30 of the first key, got {offset.tolist()}"
+                    )
         elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
             raise ArgumentError(f"q_offset must be an int or an int tensor [B], got {offset!r}")
         elif abs(offset) > LARGEST:

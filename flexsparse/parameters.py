@@ -128,6 +128,11 @@ def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> 
     return cell if inside is owner or inside is None else CellType(change(inside))
 
 
+def has_numbers(mod: Any) -> bool:
+    """Whether ``mod`` holds a plain number somewhere."""
+    return any(isinstance(x, tuple) and x[0] in (int, float) for x in held(mod, []))
+
+
 def holdings(mod: Any) -> dict[str, Any]:
     """The attributes of ``mod`` that are its own, slots too, without its trace."""
     found = dict(vars(mod)) if hasattr(mod, "__dict__") else {}

@@ -362,6 +362,11 @@ def make_plan(
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, judged, and in the precision that autocast wants."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        raise ArgumentError(
+            "attention does not run under torch.func transforms (grad, vmap, jvp): take gradients "
+            "with torch.autograd, and let the batch axis of q, k and v stand for vmap"
+        )
     given = (q, k, v)
     if all(isinstance(x, Tensor) and x.is_floating_point() for x in given):
         device = q.device.type

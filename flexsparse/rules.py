@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
-from flexsparse.parameters import TRACE, describe, holdings, lift, moved
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, trace
+from flexsparse.parameters import TRACE, describe, has_numbers, holdings, lift, moved
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -225,19 +225,25 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
 
 
 def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
-    """Traces a mod with its numbers as tensors; a closure's numbers stay where Python needs them."""
-    try:
-        return trace(lift(mod), arguments, name)
-    except RuleError as refusal:
+    """Traces a mod with its numbers as tensors; a closure's numbers stay where Python needs them.
+
+    Python may look at a number in ways that a tensor answers differently, without an error: so the
+    two are compared, and a number that means something else as a tensor stays a number.
+    """
+    if not has_numbers(mod):
+        return trace(mod, arguments, name)
+    plain = trace(mod, arguments, name)
+    refusal: RuleError | None = None
+    for closures in (True, False):
         try:
-            return trace(lift(mod, closures=False), arguments, name)
-        except RuleError:
-            pass
-        try:
-            trace(mod, arguments, name)
-        except RuleError as own:
-            raise own from None
-        raise RuleError(
-            f"{refusal}. It works with plain numbers: a field that steers Python needs "
-            'field(metadata={"static": True}), and is a kernel of its own for each value'
-        ) from None
+            lifted = trace(lift(mod, closures=closures), arguments, name)
+        except RuleError as error:
+            refusal = error
+            continue
+        if alike(lifted, plain):
+            return lifted
+    reason = refusal or f"{name} means something else when its numbers are tensors"
+    raise RuleError(
+        f"{reason}. It works with plain numbers: a field that steers Python needs "
+        'field(metadata={"static": True}), and is a kernel of its own for each value'
+    )

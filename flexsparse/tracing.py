@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import FlexSparseError, RuleError
+from flexsparse.parameters import is_number
 from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, defined_at, where_in_traceback
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
@@ -94,6 +95,31 @@ def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Tra
             for i, t in enumerate(recorder.captured)
         ),
     )
+
+
+def alike(a: Traced, b: Traced) -> bool:
+    """Whether two traces give the same on a grid of small positions that all their tables hold."""
+    lengths = [n for t in (*a.tensors, *b.tensors) for n in t.shape]
+    length = min([64, *lengths])
+    few = torch.arange(min(2, length), device="cpu")
+    some = torch.arange(length, device="cpu")
+    at = (few.view(-1, 1, 1, 1), few.view(1, -1, 1, 1), some.view(-1, 1), some)
+    score = (
+        [torch.linspace(-2, 2, length, device="cpu")] if a.code.startswith("def mod(score") else []
+    )
+    try:
+        with torch.no_grad():
+            one, other = (t.call(*score, *at, *map(_as_read, t.tensors)) for t in (a, b))
+    except (IndexError, RuntimeError):
+        # Such as a table read at q - kv: the call's own positions will tell.
+        return True
+    return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def _as_read(tensor: Tensor) -> Tensor:
+    """A tensor as a kernel reads it beside positions: a number of the user's in single precision."""
+    single = is_number(tensor) and tensor.is_floating_point()
+    return tensor.float() if single else tensor.cpu()
 
 
 def check_arity(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> None:

@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 
 LAYERS = [
     "errors shapes grid device",
-    "recording tracing parameters bounds rules scores kernels selection resolve",
+    "recording parameters tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning viz",
     "address program coverage occupancy selectors",
     "layout adapters budget",

@@ -860,6 +860,24 @@ def reads_past_the_end_at_one_pair(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: 
 many = torch.zeros(1, 1, 2048, 1)
 
 JUDGED: list[Case] = [
+    ("list as q", lambda: fs.attention([1], k, v), ArgumentError, ("q", "a tensor", "list")),
+    ("array as q", lambda: fs.attention(q.numpy(), k, v), ArgumentError,
+     ("q", "a tensor", "ndarray")),
+    ("SlidingWindow of text", lambda: SlidingWindow("4"), ArgumentError,
+     ("SlidingWindow size", "'4'")),
+    ("SlidingWindow of None", lambda: SlidingWindow(None), ArgumentError,
+     ("SlidingWindow size", "None")),
+    ("SlidingWindow of two", lambda: SlidingWindow(torch.tensor([1, 2])), ArgumentError,
+     ("SlidingWindow size", "int64[2]")),
+    ("AttentionSink of text", lambda: AttentionSink("4"), ArgumentError,
+     ("AttentionSink size", "'4'")),
+    ("Softcap of None", lambda: Softcap(None), ArgumentError, ("Softcap cap", "None")),
+    ("PrefixLM of text", lambda: PrefixLM("a"), ArgumentError, ("PrefixLM prefix", "'a'")),
+    ("reference of a raw select", lambda: fs.reference(q, k, v, select=ids(1, 1, Q, 3)),
+     ArgumentError, ("select", "tensor [1, 1, 8, 3]", "from_indices")),
+    ("table of one pair",
+     lambda: fs.attention(many, many, many, rule=reads_past_the_end_at_one_pair), RuleError,
+     ("rule reads_past_the_end_at_one_pair", "table")),
     ("selector in build_layout with a device", lambda: layout(select=Quest(), device="cpu"),
      ArgumentError, ("select", "Quest", "attention or make_plan")),
     ("raw in build_layout with a device", lambda: layout(select=ids(1, 1, Q, 4), device="cpu"),
@@ -932,36 +950,12 @@ def test_refused(
 # Each kind is one fault, with the uses that show it.
 UNREFUSED: dict[str, list[Case]] = {
     "tensors are asked for their device before they are judged": [
-        ("list as q", lambda: fs.attention([1], k, v), ArgumentError, ("q", "a tensor", "list")),
-        ("array as q", lambda: fs.attention(q.numpy(), k, v), ArgumentError,
-         ("q", "a tensor", "ndarray")),
         ("meta tensors", lambda: fs.attention(*(x.to("meta") for x in (q, k, v))),
          ShapeError, ("q", "meta")),
     ],
     "a bool passes for an int, or a list is looked up": [
         ("backend list", lambda: attend(backend=["flex"]), BackendError,
          ("backend", "auto", "['flex']")),
-    ],
-    "the gallery compares numbers before it knows that they are": [
-        ("SlidingWindow of text", lambda: SlidingWindow("4"), ArgumentError,
-         ("SlidingWindow size", "'4'")),
-        ("SlidingWindow of None", lambda: SlidingWindow(None), ArgumentError,
-         ("SlidingWindow size", "None")),
-        ("SlidingWindow of two", lambda: SlidingWindow(torch.tensor([1, 2])), ArgumentError,
-         ("SlidingWindow size", "int64[2]")),
-        ("AttentionSink of text", lambda: AttentionSink("4"), ArgumentError,
-         ("AttentionSink size", "'4'")),
-        ("Softcap of None", lambda: Softcap(None), ArgumentError, ("Softcap cap", "None")),
-        ("PrefixLM of text", lambda: PrefixLM("a"), ArgumentError, ("PrefixLM prefix", "'a'")),
-    ],
-    "the reference judges nothing": [
-        ("reference of a raw select", lambda: fs.reference(q, k, v, select=ids(1, 1, Q, 3)),
-         ArgumentError, ("select", "tensor [1, 1, 8, 3]", "from_indices")),
-    ],
-    "a table is judged at a sample of pairs, and its read past the end then has torch's words": [
-        ("table of one pair",
-         lambda: fs.attention(many, many, many, rule=reads_past_the_end_at_one_pair), RuleError,
-         ("rule reads_past_the_end_at_one_pair", "table")),
     ],
 }  # fmt: skip
 
