@@ -522,6 +522,11 @@ def test_rules_thirty_deep() -> None:
     right(qkv(), rule=rule)
 
 
+@fault("rules joined one by one call each other, and a thousand are deeper than Python goes")
+def test_a_thousand_rules_joined() -> None:
+    right(qkv(), rule=reduce(lambda a, b: a | b, [SlidingWindow(3)] * 1000))
+
+
 def test_a_rule_is_not_run_again_when_it_is_composed() -> None:
     calls: list[int] = []
 
@@ -683,7 +688,7 @@ def test_a_float_decides_the_same_pairs_in_fp64() -> None:
     right(qkv(lengths=(64, 64), dtype=torch.float64), rule=Slope(1.1))
 
 
-@fault("what a rule allows depends on the default dtype in the reference, not in kernels")
+@fault("a float beside positions takes the default dtype in a plain trace, fp32 in kernels")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_float_decides_the_same_pairs_under_any_default_dtype(dtype: torch.dtype) -> None:
     tensors = qkv(lengths=(64, 64))

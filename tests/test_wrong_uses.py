@@ -848,6 +848,12 @@ class NoScores(fs.Selector):
         return None
 
 
+def a_list_like_an_accepted_name() -> Any:
+    plain = fs.MaskRule.of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    attend(rule=plain, backend="tiles")
+    return attend(rule=plain, backend=["tiles"])
+
+
 def under_autocast() -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return fs.attention(q.int(), k.int(), v.int())
@@ -953,9 +959,9 @@ UNREFUSED: dict[str, list[Case]] = {
         ("meta tensors", lambda: fs.attention(*(x.to("meta") for x in (q, k, v))),
          ShapeError, ("q", "meta")),
     ],
-    "a bool passes for an int, or a list is looked up": [
-        ("backend list", lambda: attend(backend=["flex"]), BackendError,
-         ("backend", "auto", "['flex']")),
+    "what a plan is found by does not tell a list from what it holds": [
+        ("backend list", a_list_like_an_accepted_name, BackendError,
+         ("backend", "auto", "['tiles']")),
     ],
 }  # fmt: skip
 
