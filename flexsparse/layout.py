@@ -266,9 +266,13 @@ def fill(
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
     try:
         covered = cover(program.mod(tables), tiles, span)
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:
+        divides = "ZeroDivision" in str(error)
+        if not divides and not isinstance(error, IndexError):
+            raise
         name = program.rule.name if program.rule else "the mask"
-        raise RuleError(f"{name} reads a table past its end: {error}") from error
+        what = "divides by zero" if divides else "reads a table past its end"
+        raise RuleError(f"{name} {what}: {error}") from error
     partial, full = tile_maps_of(tiles, covered, lists, span)
     kv_num, kv_idx = compress(partial)
     full_kv_num, full_kv_idx = compress(full)

@@ -163,7 +163,9 @@ def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
     if isinstance(value, int | float | str | bool | type(None)):
         yield (type(value), value)
         return
-    if not isinstance(value, list | tuple | dict):
+    if isinstance(value, list | tuple | dict):
+        yield (type(value), len(value))
+    else:
         # A container is what it holds: the caller's is made anew for each call.
         keep.append(value)
         yield id(value)

@@ -959,11 +959,12 @@ UNREFUSED: dict[str, list[Case]] = {
         ("meta tensors", lambda: fs.attention(*(x.to("meta") for x in (q, k, v))),
          ShapeError, ("q", "meta")),
     ],
-    "what a plan is found by does not tell a list from what it holds": [
-        ("backend list", a_list_like_an_accepted_name, BackendError,
-         ("backend", "auto", "['tiles']")),
-    ],
 }  # fmt: skip
+
+
+def test_a_list_like_an_accepted_name_is_refused() -> None:
+    refused(a_list_like_an_accepted_name, BackendError, "backend", "auto", "['tiles']")
+
 
 FAULTS = [
     pytest.param(
