@@ -36,7 +36,7 @@ from flexsparse.occupancy import (
     tiles_of,
 )
 from flexsparse.program import MaskProgram, mask_program
-from flexsparse.rules import MaskMod, MaskRule, as_rule
+from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
 
 if TYPE_CHECKING:
@@ -201,34 +201,10 @@ def build_layout(
         select = check_selection(select, grid, heads)
     if device is None:
         device = "cpu" if select is None else select.indices.device
-    return layout_at(
-        address,
-        grid,
-        as_rule(rule),
-        select,
-        tile_size(block_size, "block_size"),
-        check_fallback(fallback),
-        check_empty(empty),
-        sanitize,
-        torch.device(device),
-    )
-
-
-def layout_at(
-    address: Identity,
-    grid: Grid,
-    rule: MaskRule | None,
-    select: Selection | None,
-    block_size: tuple[int, int],
-    reach: int | None,
-    empty: Empty,
-    sanitize: bool,
-    device: torch.device,
-    element: Element = Element(),
-) -> Layout:
-    """The layout at an address."""
-    program = mask_program(address, grid, rule, select, reach)
-    return fill(program, grid, select, block_size, empty, sanitize, device, element)
+    reach, empty = check_fallback(fallback), check_empty(empty)
+    tiles = tile_size(block_size, "block_size")
+    program = mask_program(address, grid, as_rule(rule), select, reach)
+    return fill(program, grid, select, tiles, empty, sanitize, torch.device(device))
 
 
 def fill(

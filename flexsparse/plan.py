@@ -74,7 +74,6 @@ class Plan:
     address: Identity
     tile: tuple[int, int]
     backend: str
-    grads: bool
     scale: float
     sink: Tensor | None
     empty: Empty
@@ -346,7 +345,6 @@ def make_plan(
         address=address,
         tile=choose_tile(tile, chosen, call, reasons),
         backend=chosen.name,
-        grads=grads,
         scale=checked_scale,
         sink=sink,
         empty=check_empty(empty),

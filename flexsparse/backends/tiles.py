@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from flexsparse.backends import Call, Work
 from flexsparse.backends.tile_gradients import Backward
@@ -42,7 +43,7 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     return out, lse if work.lse else None
 
 
-@torch.library.custom_op("flexsparse::tiles_forward", mutates_args=())
+@custom_op("flexsparse::tiles_forward", mutates_args=())
 def tiles_forward(
     q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], mask_tables: list[Tensor],
     score_tables: list[Tensor], mask_key: str, score_key: str, block_size: list[int], scale: float,
@@ -88,7 +89,7 @@ def _(
     )
 
 
-@torch.library.custom_op("flexsparse::tiles_backward", mutates_args=())
+@custom_op("flexsparse::tiles_backward", mutates_args=())
 def tiles_backward(
     grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     lists: list[Tensor], mask_tables: list[Tensor], score_tables: list[Tensor], mask_key: str,
