@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, ShapeError
+from flexsparse.trees import register
 
 # Positions are 32-bit in kernels, and rules add and subtract them.
 LARGEST = 2**30
 
 
+@register
 @dataclass(frozen=True, eq=False, init=False)
 class Grid:
     """``q_len`` queries over ``kv_len`` keys; query ``i`` stands at position ``q_offset + i``.

@@ -15,6 +15,7 @@ from flexsparse.arguments import (
     Fallback,
     check_empty,
     check_fallback,
+    check_flag,
     check_heads,
     check_selection,
     tile_size,
@@ -38,6 +39,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import MaskProgram, mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.trees import register
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -54,6 +56,7 @@ class Element:
     itemsize: int = 2
 
 
+@register
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Tiles of ``block_size`` in kernel coordinates: those to be masked inside, and the full ones.
@@ -204,7 +207,9 @@ def build_layout(
     reach, empty = check_fallback(fallback), check_empty(empty)
     tiles = tile_size(block_size, "block_size")
     program = mask_program(address, grid, as_rule(rule), select, reach)
-    return fill(program, grid, select, tiles, empty, sanitize, torch.device(device))
+    return fill(
+        program, grid, select, tiles, empty, check_flag("sanitize", sanitize), torch.device(device)
+    )
 
 
 def fill(

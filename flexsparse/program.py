@@ -54,7 +54,8 @@ class Member:
 
 
 def _blocks(index: Tensor, block: int) -> Tensor:
-    return index // block if block > 1 else index
+    # An index is of 32 bits in a kernel, and below any larger block.
+    return index // min(block, 2**31 - 1) if block > 1 else index
 
 
 @dataclass(frozen=True, eq=False)

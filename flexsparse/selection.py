@@ -11,12 +11,14 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, SelectionError, ShapeError
 from flexsparse.kernels.dedupe import sorted_unique
 from flexsparse.shapes import ceil_div
+from flexsparse.trees import register
 
 # Positions and candidates are 32-bit in kernels.
 LARGEST = 2**31 - 1
 OutOfRange = Literal["error", "drop"]
 
 
+@register
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection:
     """``indices [B, H, R, K]`` int32: row r's candidates, unique and rising, then -1.
@@ -63,7 +65,7 @@ class Selection:
                 raise SelectionError(f"{name} must be below 2 ** 31, got {value}")
         if out_of_range not in ("error", "drop"):
             raise ArgumentError(f"out_of_range must be 'error' or 'drop', got {out_of_range!r}")
-        _check_form(indices, ceil_div(q_len, q_block))
+        _check_form(indices, ceil_div(q_len, q_block), q_block)
         candidates = ceil_div(kv_len, kv_block)
         if indices.shape[-1] == 0:
             indices = indices.new_full((*indices.shape[:3], 1), -1)
@@ -130,10 +132,11 @@ class Selection:
         """bool ``[B, H, q_len, kv_len]``, or only the rows of the query indices given, ``[n]``."""
         if queries is None:
             queries = torch.arange(self.q_len, device=self.indices.device)
+        block = min(self.kv_block, self.kv_len)
         rows = Selection._whole(
-            self.indices[:, :, queries // self.q_block], len(queries), self.kv_len, 1, self.kv_block
+            self.indices[:, :, queries // self.q_block], len(queries), self.kv_len, 1, block
         )
-        return rows.blocks().repeat_interleave(self.kv_block, -1)[..., : self.kv_len]
+        return rows.blocks().repeat_interleave(block, -1)[..., : self.kv_len]
 
     def to(self, device: torch.device | str) -> Selection:
         return self._with(self.indices.to(device))
@@ -190,7 +193,7 @@ class Selection:
         )
 
 
-def _check_form(indices: Tensor, rows: int) -> None:
+def _check_form(indices: Tensor, rows: int, q_block: int) -> None:
     if not isinstance(indices, Tensor):
         raise ArgumentError(f"indices must be a tensor [B, H, R, K], got {type(indices).__name__}")
     shape = list(indices.shape)
@@ -209,7 +212,7 @@ def _check_form(indices: Tensor, rows: int) -> None:
     if indices.ndim != 4:
         raise ShapeError(f"indices must be [B, H, R, K], got {indices.ndim} axes {shape}")
     if indices.shape[2] != rows:
-        if indices.shape[1] == rows:
+        if indices.shape[1] == rows and q_block == 1:
             raise ShapeError(
                 f"indices must be [B, H, R, K] with R = {rows}, got {shape}: for [B, T, H_kv, K] use "
                 "adapters.nsa"

@@ -776,7 +776,6 @@ def test_a_module_with_a_plan_is_exported(
     close(program.module()(*other), module(*other))
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="a Layout is no pytree yet")
 def test_a_layout_is_an_input_of_an_exported_module(
     planned: tuple[fs.Plan, list[Tensor], Tensor],
 ) -> None:

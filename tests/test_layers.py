@@ -15,7 +15,7 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes grid device",
+    "errors shapes trees grid device",
     "recording parameters tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning viz",
     "address program coverage occupancy selectors",
