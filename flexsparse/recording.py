@@ -159,6 +159,12 @@ class Recorder(TorchDispatchMode):
         if packet == "aten.index" and args[0].requires_grad and id(args[0]) in self._names:
             # FlexAttention sums the gradient of a captured tensor at one place only.
             self._capture(args[0])
+        if self._takes_the_default_precision(func, args, kwargs, flat):
+            if not flat:
+                kwargs["dtype"] = torch.float32
+            else:
+                args, kwargs = _mapped((args, kwargs), self._single)
+                flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
         inputs = [self._text(x) for x in args]
         keywords = [
             f"{k}={'device' if k == 'device' else self._text(v)}"
@@ -182,6 +188,26 @@ class Recorder(TorchDispatchMode):
         read = frozenset(n for x in flat if (n := self._names.get(id(x))))
         self.lines.append((variable, call, read))
         return self._named(result, variable)
+
+    def _takes_the_default_precision(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Tensor]
+    ) -> bool:
+        """Whether floats come of integers alone: torch then asks what the user's default is, but
+        what may be seen must not depend on it, and a kernel computes with positions in fp32."""
+        if "dtype" in kwargs or func.namespace != "aten":
+            return False
+        if any(x.is_floating_point() for x in flat):
+            return False
+        stood = _mapped((args, kwargs), self._stand_in)
+        result = func(*stood[0], **stood[1])
+        return isinstance(result, Tensor) and result.is_floating_point()
+
+    def _single(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype == torch.bool:
+            return value
+        # Recorded like an operation of the user's.
+        cast = torch.ops.aten._to_copy.default
+        return self.__torch_dispatch__(cast, (), (value,), {"dtype": torch.float32})
 
     def _refuse(self, func: Any, packet: str, args: tuple[Any, ...], flat: list[Tensor]) -> None:
         if "_local_scalar_dense" in packet or packet in ("aten.item", "aten.equal"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,7 +70,8 @@ def reference(
     scores = q @ k.mT * scale
     scores = rearrange(scores, "b g (r n) s -> b (g r) n s", n=len(rows))
     if (scored := as_score(score)) is not None:
-        scored_as = scored(scores, *pair_indices(grid, heads, rows))
+        with single_precision():
+            scored_as = scored(scores, *pair_indices(grid, heads, rows))
         scores = scored_as.to(dtype).broadcast_to(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
@@ -103,7 +106,8 @@ def allowed(
     shape = (grid.batch, heads, len(rows), grid.kv_len)
     ruled = torch.ones(shape, dtype=torch.bool, device=rows.device)
     if (seen_by := as_rule(rule)) is not None:
-        ruled = ruled & seen_by(b, h, position, key)
+        with single_precision():
+            ruled = ruled & seen_by(b, h, position, key)
     if select is None:
         return ruled
     chosen = select.dense(rows)
@@ -113,6 +117,20 @@ def allowed(
         near = (position - key >= 0) & (position - key < reach)
         seen = torch.where(seen.any(-1, keepdim=True), seen, ruled & near)
     return seen
+
+
+@contextmanager
+def single_precision() -> Iterator[None]:
+    """Floats beside positions are fp32, as in a kernel, whatever the user's default is."""
+    before = torch.get_default_dtype()
+    if before == torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def pair_indices(grid: Grid, heads: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flexsparse.errors import FlexSparseError, RuleError
 from flexsparse.parameters import is_number
@@ -59,7 +60,8 @@ def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Trace
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
     check_arity(mod, arguments, name)
     # In inference mode torch hands composite operations on whole, as nobody wrote them.
-    with torch.inference_mode(False), torch.no_grad():
+    # Nor is a rule's code part of what torch.func transforms.
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
         return _traced(mod, arguments, name)
 
 
