@@ -28,7 +28,7 @@ def lift(mod: Any, *, closures: bool = True) -> Any:
 
     ``closures=False`` leaves plain functions as they are: a number there may steer Python.
     """
-    if dataclasses.is_dataclass(mod) and not isinstance(mod, type):
+    if _is_record(mod):
         return _copied(mod, lambda value: _lifted(value, closures))
     if closures:
         return _lifted(mod, closures)
@@ -41,7 +41,9 @@ def moved(mod: Any, device: torch.device) -> Any:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value) is tuple:
+            return tuple(map(move, value))
+        if _is_record(value):
             return _copied(value, move)
         return _rebuilt(value, move)
 
@@ -54,11 +56,18 @@ def _lifted(value: Any, closures: bool) -> Any:
         return _number(value, torch.int32)
     if type(value) is float:
         return _number(value, torch.float64)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         return _copied(value, lambda v: _lifted(v, closures))
+    if type(value) is tuple:
+        # A tuple of numbers is for Python to unpack; one of rules is what they are joined by.
+        return tuple(_lifted(v, closures) if _is_record(v) else v for v in value)
     if closures:
         return _rebuilt(value, lambda v: _lifted(v, closures))
     return value
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _number(value: float, dtype: torch.dtype) -> Tensor:
@@ -89,17 +98,19 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             *(change(a) for a in value.args),
             **{k: change(v) for k, v in value.keywords.items()},
         )
-    if not isinstance(value, FunctionType) or value in _being_rebuilt:
+    if not isinstance(value, FunctionType):
         return value
-    _being_rebuilt.append(value)
+    if id(value) in _being_rebuilt:
+        return _being_rebuilt[id(value)]
+    _being_rebuilt[id(value)] = value
     try:
         return _refilled(value, change)
     finally:
-        _being_rebuilt.pop()
+        del _being_rebuilt[id(value)]
 
 
 # Functions that name each other are rebuilt once, from the outside in.
-_being_rebuilt: list[FunctionType] = []
+_being_rebuilt: dict[int, FunctionType] = {}
 
 
 def _refilled(value: FunctionType, change: Callable[[Any], Any]) -> FunctionType:
@@ -180,6 +191,7 @@ def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple):
         yield from value
     elif isinstance(value, dict):
+        yield from value
         yield from value.values()
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
@@ -208,7 +220,7 @@ def _is_constant(read: Any) -> bool:
     return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
 
 
-def settled(mod: Any) -> bool:
+def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
     """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
 
     True of numbers, tensors, and functions and rules that read no more than these and modules. What
@@ -222,8 +234,12 @@ def settled(mod: Any) -> bool:
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
         held_by = [*map(_content, mod.__closure__ or ()), *(mod.__defaults__ or ())]
         plain = not inner and all(_is_constant(x) for x in read) and not _ASKS & set(code.co_names)
-        return plain and all(settled(x) for x in held_by)
-    if not dataclasses.is_dataclass(mod) or isinstance(mod, type):
+        # Functions may name each other.
+        within = (*within, mod)
+        return plain and all(any(x is w for w in within) or settled(x, within) for x in held_by)
+    if isinstance(mod, tuple):
+        return all(map(settled, mod))
+    if not _is_record(mod):
         return False
     call = next((vars(c)["__call__"] for c in type(mod).__mro__ if "__call__" in vars(c)), None)
     fields = {f.name for f in dataclasses.fields(mod)}
@@ -242,6 +258,10 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen:
         return
     seen.add(id(value))
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _named(part, seen)
+        return
     if isinstance(value, FunctionType):
         names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {name: _content(cell) for name, cell in names}
@@ -279,7 +299,7 @@ def describe(mod: Any) -> str:
         return describe(mod.func)
     if (text := getattr(mod, "describe", None)) is not None and not isinstance(mod, type):
         return str(text())
-    if dataclasses.is_dataclass(mod) and not isinstance(mod, type):
+    if _is_record(mod):
         fields = (f"{f.name}={describe(getattr(mod, f.name))}" for f in dataclasses.fields(mod))
         return f"{type(mod).__name__}({', '.join(fields)})"
     if isinstance(mod, FunctionType):

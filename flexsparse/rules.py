@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -77,16 +78,16 @@ class MaskRule:
         return bound
 
     def __and__(self, other: MaskMod) -> MaskRule:
-        return And(self, _operand(other, "&"))
+        return _joined(And, self, other, "&")
 
     def __rand__(self, other: MaskMod) -> MaskRule:
-        return And(_operand(other, "&"), self)
+        return _joined(And, other, self, "&")
 
     def __or__(self, other: MaskMod) -> MaskRule:
-        return Or(self, _operand(other, "|"))
+        return _joined(Or, self, other, "|")
 
     def __ror__(self, other: MaskMod) -> MaskRule:
-        return Or(_operand(other, "|"), self)
+        return _joined(Or, other, self, "|")
 
     def __invert__(self) -> MaskRule:
         return Not(self)
@@ -121,30 +122,34 @@ class Function(MaskRule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(MaskRule, judged=False):
-    """What both rules allow."""
+    """What all of its rules allow."""
 
-    first: MaskRule
-    second: MaskRule
+    rules: tuple[MaskRule, ...]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.first(b, h, q_idx, kv_idx) & self.second(b, h, q_idx, kv_idx)
+        seen = self.rules[0](b, h, q_idx, kv_idx)
+        for rule in self.rules[1:]:
+            seen = seen & rule(b, h, q_idx, kv_idx)
+        return seen
 
     def describe(self) -> str:
-        return f"{_grouped(self.first)} & {_grouped(self.second)}"
+        return " & ".join(map(_grouped, self.rules))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(MaskRule, judged=False):
-    """What either rule allows."""
+    """What any of its rules allows."""
 
-    first: MaskRule
-    second: MaskRule
+    rules: tuple[MaskRule, ...]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.first(b, h, q_idx, kv_idx) | self.second(b, h, q_idx, kv_idx)
+        seen = self.rules[0](b, h, q_idx, kv_idx)
+        for rule in self.rules[1:]:
+            seen = seen | rule(b, h, q_idx, kv_idx)
+        return seen
 
     def describe(self) -> str:
-        return f"{_grouped(self.first)} | {_grouped(self.second)}"
+        return " | ".join(map(_grouped, self.rules))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,6 +163,13 @@ class Not(MaskRule, judged=False):
 
     def describe(self) -> str:
         return f"~{_grouped(self.rule)}"
+
+
+def _joined(kind: type[And] | type[Or], first: object, second: object, sign: str) -> MaskRule:
+    """Rules joined one by one stay one flat list: a thousand calls deep is deeper than Python goes."""
+    rules = [_operand(first, sign), _operand(second, sign)]
+    flat = ([*rule.rules] if isinstance(rule, kind) else [rule] for rule in rules)
+    return kind(tuple(chain.from_iterable(flat)))
 
 
 def _grouped(rule: MaskRule) -> str:
