@@ -81,8 +81,11 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
         raise ArgumentError(f"select must be a Selection or a Selector, got {given}")
     for name in ("q_len", "kv_len"):
         if getattr(select, name) != getattr(grid, name):
+            swapped = select.heads == grid.q_len and select.q_len in (1, *heads)
+            hint = ": indices [B, T, H_kv, K] are for adapters.nsa" if swapped else ""
             raise ShapeError(
-                f"select has {name} {getattr(select, name)} but the call has {getattr(grid, name)}"
+                f"select has {name} {getattr(select, name)} but the call has "
+                f"{getattr(grid, name)}{hint}"
             )
     if select.indices.shape[0] not in (1, grid.batch):
         raise ShapeError(
@@ -133,6 +136,12 @@ def check_empty(empty: str) -> Empty:
     if empty not in ("zero", "error"):
         raise ArgumentError(f"empty must be 'zero' or 'error', got {empty!r}")
     return "zero" if empty == "zero" else "error"
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

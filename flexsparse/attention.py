@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flexsparse.arguments import Empty, Fallback
 from flexsparse.choice import BackendName, Pack
+from flexsparse.device import autocast_dtype
 from flexsparse.layout import Layout
 from flexsparse.parameters import held, is_number, settled
 from flexsparse.plan import Choices, Plan, make_plan
@@ -91,6 +93,7 @@ def attention(
 # The plans of the last few calls, each with every object that its signature names: so an identity in a
 # signature cannot come to mean another object while the plan is here.
 _KEPT = 16
+_lock = Lock()
 _plans: OrderedDict[tuple[object, ...], tuple[Plan, list[Any]]] = OrderedDict()
 
 
@@ -103,21 +106,26 @@ def _planned(
         return plan, plan.first
     keep: list[Any] = []
     signature = _signature(q, k, v, options, keep)
-    if signature not in _plans:
+    with _lock:
+        known = _plans.get(signature)
+        if known is not None:
+            _plans.move_to_end(signature)
+    if known is None:
         plan = make_plan(q, k, v, **options)
-        _plans[signature] = plan, keep
-        if len(_plans) > _KEPT:
-            _plans.popitem(last=False)
+        with _lock:
+            _plans[signature] = plan, keep
+            if len(_plans) > _KEPT:
+                _plans.popitem(last=False)
         return plan, plan.first
-    _plans.move_to_end(signature)
-    plan, _ = _plans[signature]
+    plan, _ = known
     if plan.selector is None:
         # The same values can be another change of the same tensors.
         stale = plan.first is not None and plan.outdated(plan.first)
         return plan, plan.layout(plan.first.select) if plan.first and stale else plan.first
     select = plan.selector.select(q, k, plan.grid, plan.rule)
     if not plan.takes(select):
-        del _plans[signature]
+        with _lock:
+            _plans.pop(signature, None)
         return _planned(q, k, v, options)
     return plan, plan.layout(select)
 
@@ -130,8 +138,8 @@ def _signature(
         if isinstance(x, Tensor):
             forms.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
     mode: list[object] = [torch.is_grad_enabled()]
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        mode.append(torch.get_autocast_dtype(q.device.type))
+    if isinstance(q, Tensor):
+        mode.append(autocast_dtype(q.device))
     parts = dict(options)
     rule, score = parts.pop("rule"), parts.pop("score")
     return (

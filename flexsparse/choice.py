@@ -11,6 +11,7 @@ from flexsparse.arguments import tile_size
 from flexsparse.backends import Backend, Call, flex, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.selection import Selection
+from flexsparse.shapes import next_power_of_two
 
 BackendName = Literal["auto", "flex", "tiles"]
 Pack = Literal["identity", "fold"]
@@ -67,9 +68,20 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
 
 
 def choose_tile(
-    tile: int | tuple[int, int] | None, backend: Backend, call: Call, why: list[str]
+    tile: int | tuple[int, int] | None,
+    lengths: tuple[int, int],
+    backend: Backend,
+    call: Call,
+    why: list[str],
 ) -> tuple[int, int]:
-    wanted = _DEFAULT_TILE if tile is None else tile_size(tile)
+    wanted = asked = _DEFAULT_TILE if tile is None else tile_size(tile)
+    # What is past the lengths would be evaluated, and held, for nothing.
+    largest = [max(d, next_power_of_two(n)) for d, n in zip(_DEFAULT_TILE, lengths, strict=True)]
+    wanted = min(asked[0], largest[0]), min(asked[1], largest[1])
+    if wanted != asked:
+        why.append(
+            f"tiles of {asked[0]}x{asked[1]} are cut to {wanted[0]}x{wanted[1]}: the lengths are no longer"
+        )
     given = flex.tile_for(wanted, call) if backend is flex else wanted
     if given != wanted:
         need = "its backward" if call.grads else "tensor cores"

@@ -14,6 +14,7 @@ from flexsparse.arguments import (
     Fallback,
     check_empty,
     check_fallback,
+    check_flag,
     check_qkv,
     check_scale,
     check_selection,
@@ -28,6 +29,7 @@ from flexsparse.choice import (
     choose_backend,
     choose_tile,
 )
+from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.layout import Element, Layout, fill
@@ -173,7 +175,7 @@ class Plan:
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in (q, k, v, *score_tables))
-        need_lse = return_lse or self.sink is not None
+        need_lse = check_flag("return_lse", return_lse) or self.sink is not None
         call = self._call(torch.is_grad_enabled() and learned, need_lse)
         self._refuse(backend, call)
         q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -343,12 +345,12 @@ def make_plan(
         score=scored,
         selector=selector,
         address=address,
-        tile=choose_tile(tile, chosen, call, reasons),
+        tile=choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons),
         backend=chosen.name,
         scale=checked_scale,
         sink=sink,
         empty=check_empty(empty),
-        sanitize=sanitize,
+        sanitize=check_flag("sanitize", sanitize),
         program=program,
         score_program=score_code,
         reasons=tuple(reasons),
@@ -366,10 +368,8 @@ def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
             "with torch.autograd, and let the batch axis of q, k and v stand for vmap"
         )
     given = (q, k, v)
-    if all(isinstance(x, Tensor) and x.is_floating_point() for x in given):
-        device = q.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+    floats = all(isinstance(x, Tensor) and x.is_floating_point() for x in given)
+    if floats and (dtype := autocast_dtype(q.device)) is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
     check_qkv(q, k, v)
     return q, k, v

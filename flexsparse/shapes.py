@@ -36,3 +36,12 @@ def axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
 
 def ceil_div(length: int, block: int) -> int:
     return -(-length // block)
+
+
+def next_power_of_two(length: int) -> int:
+    """The smallest power of two that is no less.
+
+    >>> [next_power_of_two(n) for n in (1, 2, 3, 200)]
+    [1, 2, 4, 256]
+    """
+    return 1 << (length - 1).bit_length()

@@ -953,35 +953,24 @@ def test_refused(
     refused(use, error, *words)
 
 
-# Each kind is one fault, with the uses that show it.
-UNREFUSED: dict[str, list[Case]] = {
-    "tensors are asked for their device before they are judged": [
-        ("meta tensors", lambda: fs.attention(*(x.to("meta") for x in (q, k, v))),
-         ShapeError, ("q", "meta")),
-    ],
-}  # fmt: skip
+def test_meta_tensors_are_judged_before_their_device_is_asked() -> None:
+    meta = [x.to("meta") for x in (q, k, v)]
+    refused(lambda: fs.attention(*meta), ShapeError, "q", "meta")
+
+
+@pytest.mark.parametrize("flag", ["sanitize", "return_lse"])
+def test_a_flag_is_true_or_false(flag: str) -> None:
+    refused(lambda: attend(**{flag: "no"}), ArgumentError, flag, "'no'", "True or False")
+
+
+def test_an_nsa_tensor_given_to_msa_is_recognised() -> None:
+    indices = torch.zeros(1, q.shape[2], k.shape[1], 1, dtype=torch.int64)
+    select = fs.adapters.msa(indices, kv_len=k.shape[2], block=16)
+    refused(lambda: attend(select=select), ShapeError, "q_len", "adapters.nsa")
 
 
 def test_a_list_like_an_accepted_name_is_refused() -> None:
     refused(a_list_like_an_accepted_name, BackendError, "backend", "auto", "['tiles']")
-
-
-FAULTS = [
-    pytest.param(
-        *case[1:],
-        id=case[0].replace(" ", "-"),
-        marks=pytest.mark.xfail(strict=True, reason=fault),
-    )
-    for fault, cases in UNREFUSED.items()
-    for case in cases
-]
-
-
-@pytest.mark.parametrize(("use", "error", "words"), FAULTS)
-def test_not_refused_yet(
-    use: Callable[[], Any], error: type[fs.FlexSparseError], words: tuple[str, ...]
-) -> None:
-    refused(use, error, *words)
 
 
 def test_errors_are_also_what_python_calls_them() -> None:

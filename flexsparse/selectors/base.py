@@ -73,7 +73,8 @@ class Selector:
     ) -> Tensor:
         """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key."""
         address = Identity(q.shape[1], k.shape[1])
-        span = Span(grid.q_len, grid.kv_len, self.q_block, self.block)
+        block = min(self.q_block, grid.q_len), min(self.block, grid.kv_len)
+        span = Span(grid.q_len, grid.kv_len, *block)
         program = mask_program(address, grid, as_rule(rule), None, None)
         batch = grid.batch if program.uses_batch else 1
         lanes = address.heads if program.uses_head else 1
