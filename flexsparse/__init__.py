@@ -2,12 +2,14 @@
 
 from flexsparse import adapters
 from flexsparse.attention import attention
+from flexsparse.building import build_layout
 from flexsparse.checking import Report, check
 from flexsparse.errors import FlexSparseError
 from flexsparse.grid import Grid
-from flexsparse.layout import Layout, build_layout
+from flexsparse.layout import Layout
 from flexsparse.merge import Partial, merge
-from flexsparse.plan import Plan, Result, make_plan
+from flexsparse.plan import Plan, Result
+from flexsparse.planning import make_plan
 from flexsparse.reference import reference
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule

@@ -30,6 +30,11 @@ class Identity:
         return self.heads // self.kv_heads
 
     @property
+    def fold(self) -> int:
+        """KV heads that are part of the kernel's batch."""
+        return 1
+
+    @property
     def kernel_heads(self) -> tuple[int, int]:
         """Query and KV heads as the kernel sees them."""
         return self.heads, self.kv_heads
@@ -66,6 +71,10 @@ class FoldedHeads(Identity):
     @property
     def key(self) -> str:
         return f"folded/{self.heads}/{self.kv_heads}"
+
+    @property
+    def fold(self) -> int:
+        return self.kv_heads
 
     @property
     def kernel_heads(self) -> tuple[int, int]:

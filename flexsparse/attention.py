@@ -15,7 +15,8 @@ from flexsparse.choice import BackendName, Pack
 from flexsparse.device import autocast_dtype
 from flexsparse.layout import Layout
 from flexsparse.parameters import held, is_number, settled
-from flexsparse.plan import Choices, Plan, make_plan
+from flexsparse.plan import Plan
+from flexsparse.planning import Choices, make_plan
 from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
 from flexsparse.selection import Selection

@@ -113,7 +113,9 @@ def count(layout: Layout) -> Budget:
         per_query_head=tiles,
     )
     rows, columns = visited.shape[-2:]
-    list_bytes = 4 * 4 * rows * columns + 4 * 2 * (rows + columns)
+    list_bytes = 4 * 2 * (rows * (layout.kv_indices.shape[-1] + 1))
+    if layout.columns is not None:
+        list_bytes += 4 * 2 * (columns * (layout.columns.partial_idx.shape[-1] + 1))
     kept = _list_heads(layout)
     read = {1: reads.shared, kv_heads: reads.per_kv_head, heads: reads.per_query_head}[kept]
     metadata = sum(t.numel() * t.element_size() for t in [*layout.lists, *layout.tables])

@@ -20,7 +20,8 @@ from flexsparse.choice import BackendName, Pack
 from flexsparse.conditioning import term_sizes
 from flexsparse.errors import ArgumentError, CheckFailed
 from flexsparse.grid import Grid
-from flexsparse.plan import Choices, Plan, Shared, checked_qkv, make_plan
+from flexsparse.plan import Plan, checked_qkv
+from flexsparse.planning import Choices, Shared, make_plan
 from flexsparse.reference import allowed, reference
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score

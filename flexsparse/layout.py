@@ -10,34 +10,13 @@ import torch
 from torch import Tensor
 
 from flexsparse.address import Identity
-from flexsparse.arguments import (
-    Empty,
-    Fallback,
-    check_empty,
-    check_fallback,
-    check_flag,
-    check_heads,
-    check_selection,
-    tile_size,
-)
-from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.errors import ArgumentError, RuleError
+from flexsparse.coverage import Span, cover
 from flexsparse.grid import Grid
-from flexsparse.kernels import membership
-from flexsparse.kernels.compress import compress, expand
-from flexsparse.occupancy import (
-    list_axes,
-    near,
-    occupancy,
-    on_device_only,
-    refuse_empty,
-    seeing_rows,
-    seen_keys_of,
-    tile_maps_of,
-    tiles_of,
-)
-from flexsparse.program import MaskProgram, mask_program
-from flexsparse.rules import MaskMod, as_rule
+from flexsparse.kernels.columns import ColumnTiles, column_tiles
+from flexsparse.kernels.compress import expand
+from flexsparse.kernels.rows import pack_bits
+from flexsparse.program import MaskProgram
+from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.trees import register
 
@@ -61,9 +40,10 @@ class Element:
 class Layout:
     """Tiles of ``block_size`` in kernel coordinates: those to be masked inside, and the full ones.
 
-    ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, C]`` row r visits and masks;
-    the ``full_`` lists need no mask; the ``q_`` lists are the same tiles by column. B and H are 1
-    where all batches or heads share their lists. All int32, contiguous, rising.
+    ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, W]`` row r visits and masks;
+    the ``full_`` lists need no mask. ``columns`` are the same tiles by column, for gradients of keys
+    and values; None where a plan needs none. B and H are 1 where all batches or heads share their
+    lists, W is the most that a row can hold. All int32, contiguous, rising.
     """
 
     grid: Grid
@@ -76,11 +56,7 @@ class Layout:
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
     full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
-    logical_pairs: Tensor
+    columns: ColumnTiles | None
     has_empty_row: Tensor | None
     seen_keys: Tensor | None
     select: Selection | None
@@ -93,25 +69,50 @@ class Layout:
 
     @property
     def lists(self) -> list[Tensor]:
-        """The eight lists, in torch's order."""
-        return [
-            self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices,
-            self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices,
+        """The four lists by row and, where there are, the four by column, in torch's order."""
+        rows = [
+            self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
         ]  # fmt: skip
+        return rows if self.columns is None else [*rows, *self.columns[:4]]
 
     @property
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
-        return as_block_mask(self.lists, lengths, self.block_size, self.program.mod(self.tables))
+        lists = widened(self.lists, self.span)
+        return as_block_mask(lists, lengths, self.block_size, self.program.mod(self.tables))
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
+        columns = self.span.tiles[1]
         return (
-            expand(self.kv_num_blocks, self.kv_indices),
-            expand(self.full_kv_num_blocks, self.full_kv_indices),
+            expand(self.kv_num_blocks, self.kv_indices, columns),
+            expand(self.full_kv_num_blocks, self.full_kv_indices, columns),
         )
+
+    def with_columns(self, capacity: int | None = None) -> Layout:
+        """The layout with its lists by column, each as long as ``capacity``, by default all rows."""
+        rows, columns = self.span.tiles
+        bits = pack_bits(torch.stack(self.tile_maps()))
+        capacity = rows if capacity is None else capacity
+        return replace(self, columns=column_tiles(bits, columns, capacity))
+
+    @property
+    def logical_pairs(self) -> Tensor:
+        """0-d int64: the pairs that rule and selection allow, over batch and query heads."""
+        partial, full = self.tile_maps()
+        inside = cover(self.program.mod(self.tables), partial.nonzero(), self.span).visible.sum()
+        height, width = (
+            (torch.arange(n, device=full.device) * tile).clamp(max=length)
+            for n, tile, length in zip(
+                (m + 1 for m in self.span.tiles), self.block_size, self.span[:2], strict=True
+            )
+        )
+        area = height.diff()[:, None] * width.diff()[None]
+        batch, heads = self.address.kernel_batch(self.grid.batch), self.address.kernel_heads[0]
+        sharing = (batch // full.shape[0]) * (heads // full.shape[1])
+        return (inside + (full * area).sum()) * sharing
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
         """What the tiles amount to, pair by pair, in logical axes ``[B, Hq, n, S]``."""
@@ -146,14 +147,27 @@ class Layout:
             for name, value in vars(self).items()
             if isinstance(value, Tensor | Selection)
         }
-        return replace(self, **tensors, tables=[t.to(device) for t in self.tables])
+        columns = self.columns and ColumnTiles(*(t.to(device) for t in self.columns))
+        tables = [t.to(device) for t in self.tables]
+        return replace(self, **tensors, tables=tables, columns=columns)
 
     def __repr__(self) -> str:
-        b, h, r, c = self.kv_indices.shape
+        b, h = self.kv_indices.shape[:2]
+        r, c = self.span.tiles
         return (
             f"Layout([{b}, {h}, {r}, {c}] tiles of {self.block_size[0]}x{self.block_size[1]}, "
             f"{self.grid}, {self.address})"
         )
+
+
+def widened(lists: Sequence[Tensor], span: Span) -> list[Tensor]:
+    """Lists as wide as there are tiles to list, as torch's own helpers expect them."""
+    rows, columns = span.tiles
+    found = list(lists)
+    for i in range(1, len(found), 2):
+        missing = (columns if i < 4 else rows) - found[i].shape[-1]
+        found[i] = torch.nn.functional.pad(found[i], (0, missing)) if missing else found[i]
+    return found
 
 
 def as_block_mask(
@@ -162,8 +176,10 @@ def as_block_mask(
     block_size: tuple[int, int],
     mask_mod: MaskMod,
 ) -> BlockMask:
-    """torch's BlockMask of eight lists; the last four may be None where no gradient is wanted."""
+    """torch's BlockMask of eight lists, or of the four by row where no gradient is wanted."""
     from torch.nn.attention.flex_attention import BlockMask
+
+    by_column = lists[4:] if len(lists) > 4 else (None,) * 4
 
     return BlockMask(
         seq_lengths=lengths,
@@ -171,120 +187,10 @@ def as_block_mask(
         kv_indices=lists[1],
         full_kv_num_blocks=lists[2],
         full_kv_indices=lists[3],
-        q_num_blocks=lists[4],
-        q_indices=lists[5],
-        full_q_num_blocks=lists[6],
-        full_q_indices=lists[7],
+        q_num_blocks=by_column[0],
+        q_indices=by_column[1],
+        full_q_num_blocks=by_column[2],
+        full_q_indices=by_column[3],
         BLOCK_SIZE=block_size,
         mask_mod=mask_mod,
-    )
-
-
-def build_layout(
-    *,
-    rule: MaskMod | None = None,
-    select: Selection | None = None,
-    grid: Grid,
-    heads: tuple[int, int],
-    block_size: int | tuple[int, int] = (128, 128),
-    fallback: Fallback = None,
-    empty: Empty = "zero",
-    sanitize: bool = False,
-    device: torch.device | str | None = None,
-) -> Layout:
-    """Rule and selection as tiles, with logical heads as they are.
-
-    ``heads`` is ``(Hq, Hkv)``; ``block_size`` any size from 16 up, ``(query, key)``. The layout lives
-    on ``device``, by default the selection's.
-    """
-    if not isinstance(grid, Grid):
-        raise ArgumentError(f"grid must be a Grid(q_len, kv_len), got {type(grid).__name__}")
-    address = Identity(*check_heads(heads))
-    if select is not None:
-        select = check_selection(select, grid, heads)
-    if device is None:
-        device = "cpu" if select is None else select.indices.device
-    reach, empty = check_fallback(fallback), check_empty(empty)
-    tiles = tile_size(block_size, "block_size")
-    program = mask_program(address, grid, as_rule(rule), select, reach)
-    return fill(
-        program, grid, select, tiles, empty, check_flag("sanitize", sanitize), torch.device(device)
-    )
-
-
-def fill(
-    program: MaskProgram,
-    grid: Grid,
-    select: Selection | None,
-    block_size: tuple[int, int],
-    empty: Empty,
-    sanitize: bool,
-    device: torch.device,
-    element: Element = Element(),
-) -> Layout:
-    """The layout of a program for one selection: device work only."""
-    address = program.address
-    span = Span(grid.q_len, grid.kv_len, *block_size)
-    words = None
-    occupied = None
-    if select is not None:
-        check_selection(select, grid, (address.heads, address.kv_heads))
-        words = membership.pack(select.indices, select.candidates)
-        occupied = address.lists(occupancy(select, span), grid.batch)
-    lists = list_axes(program, grid, occupied)
-    nothing_seen = None
-    if program.reach is not None and occupied is not None:
-        # Who is empty without the fallback decides where the fallback counts.
-        start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
-        base = program.before_fallback(program.tables(grid, device, words, start))
-        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-        nothing_seen = ~seeing_rows(tiles, cover(base, tiles, span).queries, lists, span)
-        occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
-    tables = program.tables(grid, device, words, nothing_seen)
-    if occupied is None:
-        tiles = every_tile(*lists, span, device)
-    else:
-        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-    try:
-        covered = cover(program.mod(tables), tiles, span)
-    except (IndexError, RuntimeError) as error:
-        divides = "ZeroDivision" in str(error)
-        if not divides and not isinstance(error, IndexError):
-            raise
-        name = program.rule.name if program.rule else "the mask"
-        what = "divides by zero" if divides else "reads a table past its end"
-        raise RuleError(f"{name} {what}: {error}") from error
-    partial, full = tile_maps_of(tiles, covered, lists, span)
-    kv_num, kv_idx = compress(partial)
-    full_kv_num, full_kv_idx = compress(full)
-    q_num, q_idx = compress(partial.transpose(-1, -2))
-    full_q_num, full_q_idx = compress(full.transpose(-1, -2))
-    has_empty_row = None
-    if empty == "error":
-        seen = seeing_rows(tiles, covered.queries, lists, span)
-        has_empty_row = ~seen.all()
-        if not on_device_only(device):
-            refuse_empty(seen, address, grid)
-    sharing = (address.kernel_batch(grid.batch) // lists[0]) * (address.kernel_heads[0] // lists[1])
-    return Layout(
-        grid=grid,
-        heads=(address.heads, address.kv_heads),
-        block_size=block_size,
-        address=address,
-        program=program,
-        tables=tables,
-        kv_num_blocks=kv_num,
-        kv_indices=kv_idx,
-        full_kv_num_blocks=full_kv_num,
-        full_kv_indices=full_kv_idx,
-        q_num_blocks=q_num,
-        q_indices=q_idx,
-        full_q_num_blocks=full_q_num,
-        full_q_indices=full_q_idx,
-        logical_pairs=covered.visible.sum() * sharing,
-        has_empty_row=has_empty_row,
-        seen_keys=seen_keys_of(tiles, covered.keys, lists, span, address) if sanitize else None,
-        select=select,
-        element=element,
-        versions=program.versions(grid),
     )

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexsparse.address import Identity
+from flexsparse.ahead import Ahead, look_ahead
 from flexsparse.arguments import (
     Empty,
-    Fallback,
-    check_empty,
-    check_fallback,
     check_flag,
     check_qkv,
-    check_scale,
     check_selection,
-    check_sink,
 )
 from flexsparse.backends import Backend, Call, Work, flex
+from flexsparse.building import Terms, make
 from flexsparse.choice import (
     BACKENDS,
-    BackendName,
-    Pack,
-    choose_address,
-    choose_backend,
-    choose_tile,
 )
 from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
-from flexsparse.layout import Element, Layout, fill
+from flexsparse.layout import Element, Layout
 from flexsparse.merge import Partial, with_sink
+from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import describe
-from flexsparse.program import MaskProgram, ScoreProgram, mask_program, member_of, score_program
-from flexsparse.rules import MaskMod, MaskRule, as_rule
-from flexsparse.scores import ScoreMod, ScoreRule, as_score
+from flexsparse.program import MaskProgram, ScoreProgram, member_of
+from flexsparse.rules import MaskRule
+from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 
@@ -83,6 +76,9 @@ class Plan:
     program: MaskProgram
     score_program: ScoreProgram | None
     reasons: tuple[str, ...]
+    ahead: Ahead
+    columns: int | None
+    """Room for the rows of a column; 0 where no gradient is asked for."""
     first: Layout | None
 
     def layout(self, select: Selection | None = None) -> Layout:
@@ -114,16 +110,25 @@ class Plan:
                     f"select is on {select.indices.device} but the plan on {self.device}: move it "
                     "with select.to(device)"
                 )
-        return fill(
-            self.program,
-            self.grid,
-            select,
-            self.tile,
-            self.empty,
-            self.sanitize,
-            self.device,
-            Element(*self.shape[2:], self.dtype.itemsize),
-        )
+        return make(self._terms(), select, self._looked_ahead())
+
+    def _terms(self) -> Terms:
+        element = Element(*self.shape[2:], self.dtype.itemsize)
+        return Terms(
+            self.program, self.grid, self.tile, self.device, self.empty, self.sanitize, element,
+            self.columns,
+        )  # fmt: skip
+
+    def _looked_ahead(self) -> Ahead:
+        """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
+        known = self.program.counts_changes(self.grid) or torch.compiler.is_compiling()
+        if known and (
+            torch.compiler.is_compiling() or self.ahead.versions == self.program.versions(self.grid)
+        ):
+            return self.ahead
+        ahead = look_ahead(self.program, self.grid, self.tile, self.device)
+        object.__setattr__(self, "ahead", ahead)
+        return ahead
 
     def takes(self, select: Selection) -> bool:
         """Whether a selection has the batch, heads and blocks that this plan was made for."""
@@ -178,11 +183,15 @@ class Plan:
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
         call = self._call(torch.is_grad_enabled() and learned, need_lse)
         self._refuse(backend, call)
+        if call.grads:
+            layout = self._with_columns(layout)
         q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         if layout.seen_keys is not None:
             hidden = ~layout.seen_keys[..., None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        work = Work(q, k, v, layout, self.score_program, score_tables, self.scale, need_lse)
+        work = Work(
+            q, k, v, layout, self.score_program, score_tables, self.scale, need_lse, call.grads
+        )
         with torch.autocast(self.device.type, enabled=False):
             out, lse = backend.run(work)
             out = self.address.unpack(out, self.grid.batch)
@@ -191,6 +200,33 @@ class Plan:
                 if self.sink is not None:
                     out, lse = with_sink(Partial(out, lse), self.sink)
         return Result(out, lse if return_lse else None, self, layout)
+
+    def _with_columns(self, layout: Layout) -> Layout:
+        """The layout with all it needs for gradients of keys and values.
+
+        Where columns have less room than there are rows, the host looks whether they sufficed.
+        """
+        if layout.columns is None:
+            return layout.with_columns(self.columns or None)
+        rows = layout.span.tiles[0]
+        if layout.columns.capacity == rows or on_device_only(self.device):
+            return layout
+        if (most := int(layout.columns.most)) <= layout.columns.capacity:
+            return layout
+        object.__setattr__(self, "columns", _room(most, rows))
+        return layout.with_columns(self.columns)
+
+    def measured(self, layout: Layout) -> Layout:
+        """Cuts the lists by column to what they need and half as much again, where they are large."""
+        batch, lists, columns = self.grid.batch, layout.kv_num_blocks.shape, layout.span.tiles[1]
+        rows = layout.span.tiles[0]
+        _, kv_heads, head_dim, v_head_dim = self.shape
+        read = batch * kv_heads * self.grid.kv_len * (head_dim + v_head_dim) * self.dtype.itemsize
+        full = 2 * lists[0] * lists[1] * rows * columns * 4
+        if layout.columns is None or full <= read * _LARGE or on_device_only(self.device):
+            return layout
+        object.__setattr__(self, "columns", _room(int(layout.columns.most), rows))
+        return layout.with_columns(self.columns)
 
     def outdated(self, layout: Layout) -> bool:
         """Whether a tensor that the tiles of one of the plan's own layouts depend on has changed."""
@@ -207,8 +243,17 @@ class Plan:
     def raise_pending(self, layout: Layout | None = None) -> None:
         """Reads what a compiled or captured region could only note down on the device."""
         layout = self.first if layout is None else layout
-        if layout is not None and layout.has_empty_row is not None and bool(layout.has_empty_row):
+        if layout is None:
+            return
+        if layout.has_empty_row is not None and bool(layout.has_empty_row):
             raise EmptyRowError("some query sees no key, and empty='error'")
+        columns = layout.columns
+        if columns is not None and int(columns.most) > columns.capacity:
+            raise LayoutError(
+                f"a column of tiles is visited by {int(columns.most)} rows of tiles, but this plan has "
+                f"room for {columns.capacity}: gradients of keys and values are incomplete; make the "
+                "plan from a selection as uneven as this one"
+            )
 
     @property
     def _precision(self) -> torch.dtype:
@@ -267,97 +312,12 @@ class Plan:
         return "\n".join(lines + [f"  because  {why}" for why in self.reasons])
 
 
-class Shared(TypedDict, total=False):
-    """The keywords that attention, make_plan, reference and check share."""
-
-    rule: MaskMod | None
-    select: Selection | None
-    score: ScoreMod | None
-    scale: float | None
-    q_offset: int | Tensor | None
-    sink: Tensor | None
-    fallback: Fallback
+# Lists by column are cut to their need where whole they would take more than this beside K and V.
+_LARGE = 0.01
 
 
-class Choices(TypedDict, total=False):
-    """The keywords of attention and make_plan alone."""
-
-    empty: Empty
-    sanitize: bool
-    backend: BackendName
-    pack: Pack | None
-    tile: int | tuple[int, int] | None
-
-
-def make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rule: MaskMod | None = None,
-    select: Selection | Selector | None = None,
-    score: ScoreMod | None = None,
-    scale: float | None = None,
-    q_offset: int | Tensor | None = None,
-    sink: Tensor | None = None,
-    fallback: Fallback = None,
-    empty: Empty = "zero",
-    sanitize: bool = False,
-    backend: BackendName = "auto",
-    pack: Pack | None = None,
-    tile: int | tuple[int, int] | None = None,
-) -> Plan:
-    """Decides how calls like this one run, and makes the first layout.
-
-    ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
-    are laid) and ``tile`` override what would be chosen.
-    """
-    q, k, v = checked_qkv(q, k, v)
-    grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
-    heads = (q.shape[1], k.shape[1])
-    ruled, scored = as_rule(rule), as_score(score)
-    selector = select if isinstance(select, Selector) else None
-    selection = selector.select(q, k, grid, ruled) if selector is not None else select
-    if selection is not None:
-        selection = check_selection(selection, grid, heads)
-        if selection.indices.device != q.device:
-            raise ShapeError(
-                f"select is on {selection.indices.device} but q on {q.device}: move it with "
-                "select.to(device)"
-            )
-    reach = check_fallback(fallback)
-    checked_scale = check_scale(scale, q.shape[3])
-    sink = check_sink(sink, heads[0], q.device)
-    reasons: list[str] = []
-    address = choose_address(q, k, v, selection, pack, reasons)
-    program = mask_program(address, grid, ruled, selection, reach)
-    score_code = score_program(address, grid, scored)
-    learned = [] if score_code is None else list(score_code.score.tensors)
-    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
-    call = Call(q.device, q.dtype, q.shape[3], v.shape[3], grads, sink is not None)
-    chosen = choose_backend(backend, call, reasons)
-    plan = Plan(
-        grid=grid,
-        shape=(*heads, q.shape[3], v.shape[3]),
-        dtype=q.dtype,
-        device=q.device,
-        rule=ruled,
-        score=scored,
-        selector=selector,
-        address=address,
-        tile=choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons),
-        backend=chosen.name,
-        scale=checked_scale,
-        sink=sink,
-        empty=check_empty(empty),
-        sanitize=check_flag("sanitize", sanitize),
-        program=program,
-        score_program=score_code,
-        reasons=tuple(reasons),
-        first=None,
-    )
-    object.__setattr__(plan, "first", plan.layout(selection))
-    return plan
+def _room(most: int, rows: int) -> int:
+    return max(1, min(rows, most + most // 2))
 
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

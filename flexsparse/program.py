@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,13 @@ def _blocks(index: Tensor, block: int) -> Tensor:
     return index // min(block, 2**31 - 1) if block > 1 else index
 
 
+class FixedTables(NamedTuple):
+    """The tensors of a program that no selection changes: the offset's, and the rule's."""
+
+    offset: list[Tensor]
+    rule: list[Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class MaskProgram:
     """rule & (member | fallback), in kernel coordinates."""
@@ -86,26 +93,31 @@ class MaskProgram:
     def uses_head(self) -> bool:
         return bool(self.rule and "h" in self.rule.uses)
 
+    def fixed_tables(self, grid: Grid, device: torch.device) -> FixedTables:
+        """What the code reads whatever is selected."""
+        offset = [] if self.offset == "none" else [offset_table(grid, self.offset, device)]
+        # Positions are integers, and what torch makes of them beside a number is fp32: what may be
+        # seen does not depend on the precision of q.
+        rule = [] if self.rule is None else rule_tables(self.rule, device, torch.float32)
+        return FixedTables(offset, rule)
+
     def tables(
-        self,
-        grid: Grid,
-        device: torch.device,
-        words: Tensor | None = None,
-        empty: Tensor | None = None,
+        self, fixed: FixedTables, words: Tensor | None = None, empty: Tensor | None = None
     ) -> list[Tensor]:
         """Every tensor that the code reads, in its order."""
-        found: list[Tensor] = []
-        if self.offset != "none":
-            found.append(offset_table(grid, self.offset, device))
+        found = list(fixed.offset)
         if self.member is not None:
             assert words is not None
             found.append(words)
         if self.reach is not None:
             assert empty is not None
             found.append(empty)
-        # Positions are integers, and what torch makes of them beside a number is fp32: what may be
-        # seen does not depend on the precision of q.
-        return found + (rule_tables(self.rule, device, torch.float32) if self.rule else [])
+        return found + fixed.rule
+
+    def of_rule_alone(self) -> MaskProgram:
+        """The rule in logical coordinates, without selection."""
+        address = Identity(self.address.heads, self.address.kv_heads)
+        return replace(self, address=address, member=None, reach=None)
 
     def versions(self, grid: Grid) -> tuple[int, ...]:
         """Counts that grow when a tensor changes which the tiles of a layout depend on."""

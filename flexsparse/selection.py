@@ -69,13 +69,10 @@ class Selection:
         candidates = ceil_div(kv_len, kv_block)
         if indices.shape[-1] == 0:
             indices = indices.new_full((*indices.shape[:3], 1), -1)
-        inside = (indices >= 0) & (indices < candidates)
         if out_of_range == "error":
-            _refuse_outside(indices, inside, candidates)
-        unique = sorted_unique(indices, inside)
-        # A set of candidates cannot be larger than there are candidates.
-        width = max(1, min(unique.shape[-1], candidates))
-        return Selection._whole(unique[..., :width].contiguous(), q_len, kv_len, q_block, kv_block)
+            _refuse_outside(indices, candidates)
+        unique = sorted_unique(indices, candidates, _width(indices, candidates))
+        return Selection._whole(unique, q_len, kv_len, q_block, kv_block)
 
     def __post_init__(self) -> None:
         # Made by hand: held to what from_indices holds it to.
@@ -177,10 +174,8 @@ class Selection:
     __and__ = intersection
 
     def _sorted(self) -> Selection:
-        unique = sorted_unique(self.indices, self.indices >= 0)
-        return self._with(
-            unique[..., : max(1, min(unique.shape[-1], self.candidates))].contiguous()
-        )
+        width = _width(self.indices, self.candidates)
+        return self._with(sorted_unique(self.indices, self.candidates, width))
 
     def _with(self, indices: Tensor) -> Selection:
         return Selection._whole(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
@@ -225,7 +220,12 @@ def _check_form(indices: Tensor, rows: int, q_block: int) -> None:
         raise ShapeError(f"indices must have at least one batch and one head, got {shape}")
 
 
-def _refuse_outside(indices: Tensor, inside: Tensor, candidates: int) -> None:
+def _width(indices: Tensor, candidates: int) -> int:
+    """A set of candidates cannot be larger than there are candidates."""
+    return max(1, min(indices.shape[-1], candidates))
+
+
+def _refuse_outside(indices: Tensor, candidates: int) -> None:
     if torch.compiler.is_compiling() or (
         indices.is_cuda and torch.cuda.is_current_stream_capturing()
     ):
@@ -233,7 +233,7 @@ def _refuse_outside(indices: Tensor, inside: Tensor, candidates: int) -> None:
             "out_of_range='error' reads indices on the host, which a compiled or captured region "
             "cannot: say out_of_range='drop', or build the Selection outside"
         )
-    outside = ~inside & (indices != -1)
+    outside = (indices < -1) | (indices >= candidates)
     if bool(outside.any()):
         b, h, row, slot = (int(i) for i in outside.nonzero()[0])
         raise SelectionError(

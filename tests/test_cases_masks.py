@@ -366,7 +366,7 @@ def moving_layout(**options: Any) -> fs.Layout:
 def test_moving_a_layout_moves_what_its_rule_captured() -> None:
     """B29. The lists moved and the captured tensor stayed behind, so the next call failed."""
     moved = moving_layout(fallback="self", empty="error").to("meta")
-    held = [*moved.lists, *moved.tables, moved.logical_pairs]
+    held = [*moved.lists, *moved.tables]
     held += [x for x in (moved.seen_keys, moved.has_empty_row) if x is not None]
     assert moved.select is not None
     held.append(moved.select.indices)

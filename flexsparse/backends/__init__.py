@@ -36,6 +36,7 @@ class Work(NamedTuple):
     score_tables: Sequence[Tensor]
     scale: float
     lse: bool
+    grads: bool
 
 
 class Backend(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexsparse.backends import Call, Work
 from flexsparse.device import compiles
 from flexsparse.errors import CompileError
-from flexsparse.layout import Layout, as_block_mask
+from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import ScoreProgram
 
 name = "flex"
@@ -60,7 +60,9 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     layout = work.layout
     on_cpu = work.q.device.type == "cpu"
     q, k, v = (x.detach() if on_cpu else x for x in (work.q, work.k, work.v))
-    lists = layout.lists[:4] + [None] * 4 if on_cpu else layout.lists
+    # Without gradients the lists by column are not read; on CPU torch asks for lists at full width.
+    lists: list[Tensor] = layout.lists if work.grads else layout.lists[:4]
+    lists = widened(lists, layout.span) if on_cpu else lists
     tables = [t.detach() for t in layout.tables]
     learned = list(work.score_tables)
     call = (q, k, v, lists, tables, learned)
@@ -80,7 +82,7 @@ def _body(layout: Layout, work: Work) -> Kernel:
     split = _reading(work)
 
     def flex(
-        q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor | None], tables: list[Tensor],
+        q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], tables: list[Tensor],
         score_tables: list[Tensor],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention

@@ -14,7 +14,7 @@ from flexsparse.experiment.inputs import QKV
 from flexsparse.experiment.quality import quality
 from flexsparse.experiment.timing import Dense, delivered, time_plan
 from flexsparse.parameters import describe, moved
-from flexsparse.plan import make_plan
+from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule
 
 

@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexsparse.device import Stages
 from flexsparse.experiment.inputs import QKV
 from flexsparse.masks.causal import Causal
-from flexsparse.plan import Plan, Result, make_plan
+from flexsparse.plan import Plan, Result
+from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule
 
 

@@ -6,21 +6,22 @@ import torch
 from torch import Tensor
 
 
-def compress(present: Tensor) -> tuple[Tensor, Tensor]:
-    """bool ``[..., R, C]`` -> counts ``[..., R]`` and rising indices ``[..., R, C]``, both int32.
+def compress(present: Tensor, capacity: int | None = None) -> tuple[Tensor, Tensor]:
+    """bool ``[..., R, C]`` -> counts ``[..., R]`` and rising indices ``[..., R, capacity]``, int32.
 
-    Slots past the count hold 0: a kernel may load the first slot of an empty row.
+    Slots past the count hold 0: a kernel may load the first slot of an empty row. What does not fit
+    into ``capacity`` (by default all columns) is left out of indices and counts.
     """
-    counts = present.sum(-1, dtype=torch.int32)
-    order = torch.argsort((~present).to(torch.int8), dim=-1, stable=True).to(torch.int32)
-    used = torch.arange(present.shape[-1], device=present.device) < counts[..., None]
-    return counts, torch.where(used, order, 0).contiguous()
+    capacity = present.shape[-1] if capacity is None else capacity
+    counts = present.sum(-1, dtype=torch.int32).clamp(max=capacity)
+    order = torch.argsort((~present).to(torch.int8), dim=-1, stable=True)[..., :capacity]
+    used = torch.arange(capacity, device=present.device) < counts[..., None]
+    return counts, torch.where(used, order, 0).to(torch.int32).contiguous()
 
 
-def expand(counts: Tensor, indices: Tensor) -> Tensor:
-    """The map that lists stand for; the inverse of `compress`."""
-    columns = indices.shape[-1]
-    used = torch.arange(columns, device=indices.device) < counts[..., None]
+def expand(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """The map ``[..., R, columns]`` that lists stand for; the inverse of `compress`."""
+    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     # Unused slots write to a column of their own, which is then cut off.
     slot = torch.where(used, indices, columns).to(torch.int64)
     present = torch.zeros(

@@ -79,7 +79,8 @@ class Selector:
         batch = grid.batch if program.uses_batch else 1
         lanes = address.heads if program.uses_head else 1
         tiles = every_tile(batch, lanes, span, q.device)
-        reached = cover(program.mod(program.tables(grid, q.device)), tiles, span).visible > 0
+        fixed = program.fixed_tables(grid, q.device)
+        reached = cover(program.mod(program.tables(fixed)), tiles, span).visible > 0
         reached = reached.view(batch, lanes, *span.tiles)
         if lanes > heads:
             # A list serves several query heads: it may hold what any of them may see.

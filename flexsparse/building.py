@@ -1,0 +1,250 @@
+"""How a layout is made: from the selection's own lists, or pair by pair where single queries decide.
+
+Rule and selection meet tile by tile: what the rule makes of each tile is known ahead, so a selection
+costs as much as its candidates and no more. Only who is empty (a fallback, ``empty="error"``) and which
+keys nobody sees (``sanitize``) take the evaluation of pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from flexsparse.address import Identity
+from flexsparse.ahead import Ahead, look_ahead, naming
+from flexsparse.arguments import (
+    Empty,
+    Fallback,
+    check_empty,
+    check_fallback,
+    check_flag,
+    check_heads,
+    check_selection,
+    tile_size,
+)
+from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.errors import ArgumentError
+from flexsparse.grid import Grid
+from flexsparse.kernels import membership
+from flexsparse.kernels.columns import column_tiles
+from flexsparse.kernels.compress import compress
+from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.rows import EMPTY, FULL, pack_bits, row_tiles
+from flexsparse.layout import Element, Layout
+from flexsparse.occupancy import (
+    list_axes,
+    near,
+    occupancy,
+    on_device_only,
+    refuse_empty,
+    seeing_rows,
+    seen_keys_of,
+    tile_maps_of,
+    tiles_of,
+)
+from flexsparse.program import MaskProgram, mask_program
+from flexsparse.rules import MaskMod, as_rule
+from flexsparse.selection import Selection
+
+
+class Terms(NamedTuple):
+    """All that is decided about a kind of layout. ``columns`` is the room for the rows of a column,
+    None for all there are, 0 where nobody asks for lists by column."""
+
+    program: MaskProgram
+    grid: Grid
+    block_size: tuple[int, int]
+    device: torch.device
+    empty: Empty = "zero"
+    sanitize: bool = False
+    element: Element = Element()
+    columns: int | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span(self.grid.q_len, self.grid.kv_len, *self.block_size)
+
+    @property
+    def asks_queries(self) -> bool:
+        """Whether single queries and keys decide, so that pairs have to be evaluated."""
+        return self.program.reach is not None or self.empty == "error" or self.sanitize
+
+
+def build_layout(
+    *,
+    rule: MaskMod | None = None,
+    select: Selection | None = None,
+    grid: Grid,
+    heads: tuple[int, int],
+    block_size: int | tuple[int, int] = (128, 128),
+    fallback: Fallback = None,
+    empty: Empty = "zero",
+    sanitize: bool = False,
+    exact: bool = True,
+    device: torch.device | str | None = None,
+) -> Layout:
+    """Rule and selection as tiles, with logical heads as they are.
+
+    ``heads`` is ``(Hq, Hkv)``; ``block_size`` any size from 16 up, ``(query, key)``. The layout lives
+    on ``device``, by default the selection's. With ``exact`` no tile is listed in which nothing is
+    seen, and none is masked in which everything is: tiles that rule and candidates both cut are then
+    evaluated pair by pair. Without, such tiles are masked inside, which computes the same.
+    """
+    if not isinstance(grid, Grid):
+        raise ArgumentError(f"grid must be a Grid(q_len, kv_len), got {type(grid).__name__}")
+    address = Identity(*check_heads(heads))
+    if select is not None:
+        select = check_selection(select, grid, heads)
+    if device is None:
+        device = "cpu" if select is None else select.indices.device
+    reach, empty = check_fallback(fallback), check_empty(empty)
+    tiles = tile_size(block_size, "block_size")
+    program = mask_program(address, grid, as_rule(rule), select, reach)
+    device = torch.device(device)
+    terms = Terms(program, grid, tiles, device, empty, check_flag("sanitize", sanitize))
+    layout = make(terms, select, look_ahead(program, grid, tiles, device))
+    if not check_flag("exact", exact) or terms.asks_queries or select is None:
+        return layout
+    return settled(layout)
+
+
+def make(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
+    """The layout of one selection."""
+    if terms.asks_queries:
+        return by_pairs(terms, select, ahead)
+    return from_lists(terms, select, ahead)
+
+
+def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
+    """Rule and selection met tile by tile, on the device alone."""
+    program, span = terms.program, terms.span
+    codes = None if ahead.codes is None else (ahead.codes.shape[0], ahead.codes.shape[1])
+    lists = _lists(terms, select, codes)
+    words = None
+    if select is None:
+        shape = (1, 1, *span.tiles)
+        code = torch.full(shape, FULL, device=terms.device) if codes is None else ahead.codes
+        assert code is not None
+        code = lists.of(code)
+        maps = torch.stack([(code != EMPTY) & (code != FULL), code == FULL])
+        counts = [*compress(maps[0]), *compress(maps[1])]
+        bits = pack_bits(maps)
+    else:
+        geometry = Geometry(*span[:2], select.q_block, select.kv_block, *span[2:])
+        *counts, bits, words = row_tiles(
+            select.indices, select.candidates, ahead.codes, geometry, lists
+        )
+    columns = None
+    if terms.columns != 0:
+        columns = column_tiles(bits, span.tiles[1], terms.columns or span.tiles[0])
+    return Layout(
+        grid=terms.grid,
+        heads=(program.address.heads, program.address.kv_heads),
+        block_size=terms.block_size,
+        address=program.address,
+        program=program,
+        tables=program.tables(ahead.tables, words),
+        kv_num_blocks=counts[0],
+        kv_indices=counts[1],
+        full_kv_num_blocks=counts[2],
+        full_kv_indices=counts[3],
+        columns=columns,
+        has_empty_row=None,
+        seen_keys=None,
+        select=select,
+        element=terms.element,
+        versions=ahead.versions,
+    )
+
+
+def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None) -> Lists:
+    address, grid = terms.program.address, terms.grid
+    batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
+    made_from = [codes or (1, 1)]
+    if select is not None:
+        made_from.append((select.indices.shape[0], select.heads))
+    # A head of the kernel has a list of its own where its logical heads differ: folded KV heads
+    # are entries of the batch, and only what differs inside a group stays a head.
+    own_batch = address.fold > 1 or any(b > 1 for b, _ in made_from)
+    own_heads = any(h > address.fold for _, h in made_from)
+    return Lists(batch if own_batch else 1, heads if own_heads else 1, address.fold, address.heads)
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout without tiles in which nothing is seen, and those wholly seen among the full."""
+    partial, full = layout.tile_maps()
+    tiles = partial.nonzero()
+    covered = cover(layout.program.mod(layout.tables), tiles, layout.span)
+    lists = (partial.shape[0], partial.shape[1])
+    some, whole = tile_maps_of(tiles, covered, lists, layout.span)
+    full = full | whole
+    kv_num_blocks, kv_indices = compress(some)
+    full_kv_num_blocks, full_kv_indices = compress(full)
+    rows, columns = layout.span.tiles
+    return replace(
+        layout,
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        columns=column_tiles(pack_bits(torch.stack([some, full])), columns, rows),
+    )
+
+
+def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
+    """Every pair of the touched tiles evaluated: who sees anything, and what anybody sees."""
+    program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
+    address = program.address
+    words = occupied = nothing_seen = None
+    if select is not None:
+        words = membership.pack(select.indices, select.candidates)
+        occupied = address.lists(occupancy(select, span), grid.batch)
+    lists = list_axes(program, grid, occupied)
+    if program.reach is not None and occupied is not None:
+        # Who is empty without the fallback decides where the fallback counts.
+        start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
+        base = program.before_fallback(program.tables(ahead.tables, words, start))
+        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
+        nothing_seen = ~seeing_rows(tiles, cover(base, tiles, span).queries, lists, span)
+        occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
+    tables = program.tables(ahead.tables, words, nothing_seen)
+    if occupied is None:
+        tiles = every_tile(*lists, span, device)
+    else:
+        tiles = tiles_of(occupied.expand(*lists, *span.tiles))
+    with naming(program):
+        covered = cover(program.mod(tables), tiles, span)
+    maps = torch.stack(tile_maps_of(tiles, covered, lists, span))
+    has_empty_row = None
+    if terms.empty == "error":
+        seen = seeing_rows(tiles, covered.queries, lists, span)
+        has_empty_row = ~seen.all()
+        if not on_device_only(device):
+            refuse_empty(seen, address, grid)
+    kv_num_blocks, kv_indices = compress(maps[0])
+    full_kv_num_blocks, full_kv_indices = compress(maps[1])
+    columns = None
+    if terms.columns != 0:
+        columns = column_tiles(pack_bits(maps), span.tiles[1], terms.columns or span.tiles[0])
+    return Layout(
+        grid=grid,
+        heads=(address.heads, address.kv_heads),
+        block_size=terms.block_size,
+        address=address,
+        program=program,
+        tables=tables,
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        columns=columns,
+        has_empty_row=has_empty_row,
+        seen_keys=(
+            seen_keys_of(tiles, covered.keys, lists, span, address) if terms.sanitize else None
+        ),
+        select=select,
+        element=terms.element,
+        versions=ahead.versions,
+    )

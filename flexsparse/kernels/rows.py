@@ -1,0 +1,94 @@
+"""Candidates as the tiles of each row: dedup and merge at tile borders, full and partial apart.
+
+A tile is touched where some candidate of some of its rows meets it, and covered where all of them
+do. ``codes`` say what the rule makes of each tile: nothing of it (0), some pairs (1), or all (2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexsparse.kernels import membership
+from flexsparse.kernels.compress import compress
+from flexsparse.kernels.geometry import Geometry, Lists
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class RowTiles(NamedTuple):
+    """Lists by row (counts ``[B, H, R]``, indices ``[B, H, R, capacity]``), the same tiles as bits
+    ``[2, B, H, R, ceil(C / 32)]`` (partial, then full), and the selection's membership words."""
+
+    partial_num: Tensor
+    partial_idx: Tensor
+    full_num: Tensor
+    full_idx: Tensor
+    bits: Tensor
+    words: Tensor
+
+
+def row_tiles(
+    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+) -> RowTiles:
+    """``indices [B, H, R, K]``, unique or -1; ``codes [B, H, R, C]`` int8 in logical axes, or all 2."""
+    if indices.is_cuda:
+        from flexsparse.kernels import triton_merge, triton_rows
+
+        if triton_merge.suits(indices.shape[-1], geometry):
+            return triton_merge.launch(indices, candidates, codes, geometry, lists)
+        if geometry.tiles[1] <= triton_rows.MOST_COLUMNS:
+            return triton_rows.launch(indices, candidates, codes, geometry, lists)
+    touched = lists.of(_meetings(indices, geometry))
+    covered = touched == geometry.incidences(indices.device)
+    code = torch.full_like(touched, FULL) if codes is None else lists.of(codes)
+    full = (touched > 0) & covered & (code == FULL)
+    partial = (touched > 0) & (code != EMPTY) & ~full
+    capacity = geometry.row_capacity(indices.shape[-1])
+    return RowTiles(
+        *compress(partial, capacity),
+        *compress(full, capacity),
+        pack_bits(torch.stack([partial, full])),
+        membership.pack(indices, candidates),
+    )
+
+
+def _meetings(indices: Tensor, geometry: Geometry) -> Tensor:
+    """int32 ``[B, H, R, C]``: how many (row, candidate) meet each tile."""
+    batch, heads, rows, _ = indices.shape
+    tile_rows, columns = geometry.tiles
+    row = torch.arange(rows, device=indices.device)[:, None]
+    first_r = row * geometry.q_block // geometry.q_tile
+    last_r = ((row + 1) * geometry.q_block).clamp(max=geometry.q_len) - 1
+    chosen = indices.to(torch.int64)
+    first_c = chosen * geometry.kv_block // geometry.kv_tile
+    last_c = ((chosen + 1) * geometry.kv_block).clamp(max=geometry.kv_len) - 1
+    # One tile past the last: unused slots write there.
+    met = torch.zeros(
+        (batch, heads, tile_rows * columns + 1), dtype=torch.int32, device=indices.device
+    )
+    for i in range(geometry.tiles_per_row):
+        r = first_r + i
+        for j in range(geometry.tiles_per_candidate):
+            c = first_c + j
+            inside = (chosen >= 0) & (r <= last_r // geometry.q_tile)
+            inside = inside & (c <= last_c // geometry.kv_tile)
+            slot = torch.where(inside, r * columns + c, tile_rows * columns)
+            met.scatter_add_(-1, slot.flatten(2), inside.flatten(2).to(torch.int32))
+    return met[..., :-1].view(batch, heads, tile_rows, columns)
+
+
+def pack_bits(present: Tensor) -> Tensor:
+    """bool ``[..., C]`` -> int32 ``[..., ceil(C / 32)]``; column c is bit c % 32 of word c // 32."""
+    missing = -present.shape[-1] % 32
+    padded = torch.nn.functional.pad(present, (0, missing)).unflatten(-1, (-1, 32))
+    place = torch.arange(32, dtype=torch.int32, device=present.device)
+    return torch.bitwise_left_shift(padded.to(torch.int32), place).sum(-1, dtype=torch.int32)
+
+
+def unpack_bits(bits: Tensor, columns: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    place = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((torch.bitwise_right_shift(bits[..., None], place) & 1) != 0).flatten(-2)[..., :columns]

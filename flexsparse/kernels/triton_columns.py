@@ -1,0 +1,67 @@
+"""`column_tiles` as one kernel: a program some columns of a word, walking down the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexsparse.kernels.columns import ColumnTiles
+from flexsparse.shapes import ceil_div, next_power_of_two
+
+# Of one word, so that many programs share the walk.
+_COLUMNS = 8
+_WARPS = 1
+
+
+@triton.jit
+def _columns(
+    bits, partial_num, partial_idx, full_num, full_idx, most, rows, columns, lanes,
+    CAPACITY: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    start_column = tl.program_id(0) * COLUMNS
+    w = start_column // 32
+    lane = tl.program_id(1).to(tl.int64)
+    plane = tl.program_id(2)
+    in_row = (columns + 31) // 32
+    column = start_column + tl.arange(0, COLUMNS)
+    place = column % 32
+    exists = column < columns
+    out = lane * columns + column
+    if plane == 0:
+        num, idx = partial_num, partial_idx
+    else:
+        num, idx = full_num, full_idx
+    count = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = ((plane * lanes + lane) * rows + row) * in_row + w
+        word = tl.load(bits + at, mask=row < rows, other=0)
+        listed = (word[:, None] >> place[None, :]) & 1
+        slot = count[None, :] + tl.cumsum(listed, 0) - listed
+        spot = idx + out[None, :] * CAPACITY + slot
+        value = row[:, None] + tl.zeros([ROWS, COLUMNS], tl.int32)
+        tl.store(spot, value, mask=(listed != 0) & (slot < CAPACITY) & exists[None, :])
+        count += tl.sum(listed, 0)
+    tl.store(num + out, tl.minimum(count, CAPACITY), mask=exists)
+    tl.atomic_max(most, tl.max(count, 0), sem="relaxed")
+    for start in range(0, CAPACITY, SLOTS):
+        slot = start + tl.arange(0, SLOTS)[None, :]
+        unused = (slot >= count[:, None]) & (slot < CAPACITY) & exists[:, None]
+        tl.store(idx + out[:, None] * CAPACITY + slot, 0, mask=unused)
+
+
+def launch(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
+    _, batch, heads, rows, _ = bits.shape
+    counts = bits.new_empty((2, batch, heads, columns))
+    slots = bits.new_empty((2, batch, heads, columns, capacity))
+    most = bits.new_zeros(())
+    kernel: Any = _columns
+    kernel[(ceil_div(columns, _COLUMNS), batch * heads, 2)](
+        bits, counts[0], slots[0], counts[1], slots[1], most, rows, columns, batch * heads,
+        CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
+        SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,
+    )  # fmt: skip
+    return ColumnTiles(counts[0], slots[0], counts[1], slots[1], most)

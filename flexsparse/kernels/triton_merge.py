@@ -1,0 +1,134 @@
+"""`row_tiles` as one kernel, where a row of tiles meets one row of candidates: sorted candidates are
+sorted tiles, so neighbours merge and nothing is as wide as the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.triton_rows import room
+from flexsparse.shapes import ceil_div, next_power_of_two
+
+MOST = 4096
+_NUMBERS_A_PROGRAM = 256
+
+
+def suits(kept: int, geometry: Geometry) -> bool:
+    """Whether one row of candidates decides each row of tiles, and blocks and tiles nest."""
+    g = geometry
+    nested = not g.kv_block % g.kv_tile or not g.kv_tile % g.kv_block
+    return not g.q_block % g.q_tile and nested and kept * g.tiles_per_candidate <= MOST
+
+
+@triton.jit
+def _merge(
+    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
+    sel_rows, kept, rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
+    code_heads,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
+    CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    out = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    exists = out < lanes * rows
+    lane, r = out // rows, out % rows
+    entry = lane // list_heads
+    b = entry // FOLD
+    h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
+    sel_b = b if SEL_BATCHED else b * 0
+    # Several lists, and rows of tiles, may be made from one row: the first of them writes its words.
+    writes = exists & ((h * sel_heads) % query_heads == 0) & (r % TILES_DOWN == 0)
+    if not SEL_BATCHED:
+        writes = writes & (b == 0)
+    row = r // TILES_DOWN
+    source = sel_b * sel_heads + h * sel_heads // query_heads
+    line = (source * sel_rows + row) * kept
+
+    slot = tl.arange(0, WIDTH)[None, :]
+    k, step = slot // STEPS, slot % STEPS
+    inside = exists & (k < kept)
+    chosen = tl.load(indices + line + k, mask=inside, other=-1)
+    used = chosen >= 0
+    first = used & (step == 0)
+    bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 32).to(tl.int32)
+    word = (source * ((sel_rows + 31) // 32) + row // 32) * candidates + chosen
+    tl.atomic_or(words + word, bit, mask=first & writes, sem="relaxed")
+
+    if INSIDE == 1:
+        tile = chosen * STEPS + step
+        last = used & (tile < columns)
+        covered = last
+    else:
+        # The last candidate of a tile speaks for it: where so many before it stand their number
+        # below it, all of them are there.
+        tile = chosen // INSIDE
+        after = tl.load(indices + line + k + 1, mask=inside & (k + 1 < kept), other=-1)
+        last = used & ((after < 0) | (after // INSIDE != tile))
+        need = tl.minimum((tile + 1) * INSIDE, candidates) - tile * INSIDE
+        start = k - need + 1
+        earliest = tl.load(indices + line + start, mask=last & (start >= 0), other=-1)
+        ends = chosen == tile * INSIDE + need - 1
+        covered = last & ends & (earliest == tile * INSIDE)
+
+    if HAS_CODES:
+        code_b = b if CODE_BATCHED else b * 0
+        at = ((code_b * code_heads + h * code_heads // query_heads) * rows + r) * columns
+        code = tl.load(codes + at + tile, mask=last, other=0)
+        full = covered & (code == 2)
+        partial = last & (code != 0) & (~full)
+    else:
+        full = covered
+        partial = last & (~full)
+
+    in_row = (columns + 31) // 32
+    mark = tl.full([ROWS, WIDTH], 1, tl.int32) << (tile % 32)
+    where = out * in_row + tile // 32
+    tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
+    tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
+
+    listed = partial.to(tl.int32)
+    count = tl.sum(listed, 1)[:, None]
+    place = tl.cumsum(listed, 1) - 1
+    tl.store(partial_num + out, count, mask=exists)
+    tl.store(partial_idx + out * CAPACITY + place, tile, mask=partial)
+    unused = (slot >= count) & (slot < CAPACITY) & exists
+    tl.store(partial_idx + out * CAPACITY + slot, 0, mask=unused)
+
+    listed = full.to(tl.int32)
+    count = tl.sum(listed, 1)[:, None]
+    place = tl.cumsum(listed, 1) - 1
+    tl.store(full_num + out, count, mask=exists)
+    tl.store(full_idx + out * CAPACITY + place, tile, mask=full)
+    unused = (slot >= count) & (slot < CAPACITY) & exists
+    tl.store(full_idx + out * CAPACITY + slot, 0, mask=unused)
+
+
+def launch(
+    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+) -> RowTiles:
+    batch, heads, sel_rows, kept = indices.shape
+    rows, columns = geometry.tiles
+    steps = max(1, geometry.kv_block // geometry.kv_tile)
+    steps = min(steps, columns)
+    width = next_power_of_two(max(2, kept * steps))
+    together = max(1, _NUMBERS_A_PROGRAM // width)
+    made = room(indices, candidates, geometry, lists)
+    lanes = lists.batch * lists.heads
+    kernel: Any = _merge
+    kernel[(ceil_div(lanes * rows, together),)](
+        indices.contiguous(), codes if codes is not None else indices, made.words,
+        *made[:4], made.bits, sel_rows, kept, rows, columns, lanes, candidates, heads,
+        lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
+        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
+        HAS_CODES=codes is not None, FOLD=lists.fold,
+        TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
+        INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
+        CAPACITY=geometry.row_capacity(kept), ROWS=together, WIDTH=width,
+        num_warps=max(1, min(8, together * width // 128)),
+    )  # fmt: skip
+    return made

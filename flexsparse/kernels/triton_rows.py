@@ -1,0 +1,159 @@
+"""`row_tiles` as one kernel, where several rows of candidates meet in a row of tiles: its map in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.rows import RowTiles
+from flexsparse.shapes import ceil_div, next_power_of_two
+
+# Below it, comparing every candidate with every column is cheaper than a histogram.
+_FEW_PAIRS = 2**14
+_MOST_AT_ONCE = 1024
+# One row of a map must fit into the registers of a program.
+MOST_COLUMNS = 2**14
+
+
+@triton.jit
+def _rows(
+    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
+    sel_rows, kept, rows, columns, lanes, candidates, q_len, kv_len,
+    sel_heads, query_heads, list_heads, code_heads,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0)
+    lane = tl.program_id(1)
+    entry = lane // list_heads
+    b = entry // FOLD
+    h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
+    sel_b = b if SEL_BATCHED else 0
+    sel_h = h * sel_heads // query_heads
+    # Several lists may be made from one: the first of them writes its words.
+    writes = (h * sel_heads) % query_heads == 0
+    if not SEL_BATCHED:
+        writes = writes & (b == 0)
+
+    first = r * Q_TILE // Q_BLOCK
+    last = (min((r + 1) * Q_TILE, q_len) - 1) // Q_BLOCK
+    column = tl.arange(0, COLUMNS)
+    met = tl.zeros([COLUMNS], tl.int32)
+    word_rows = (sel_rows + 31) // 32
+    for i in range(ROWS):
+        row = first + i
+        line = (sel_b * sel_heads + sel_h).to(tl.int64) * sel_rows + row
+        word_line = (sel_b * sel_heads + sel_h).to(tl.int64) * word_rows + row // 32
+        for start in range(0, kept, AT_ONCE):
+            k = start + tl.arange(0, AT_ONCE)
+            chosen = tl.load(indices + line * kept + k, mask=(row <= last) & (k < kept), other=-1)
+            used = chosen >= 0
+            bit = tl.full([AT_ONCE], 1, tl.int32) << (row % 32)
+            tl.atomic_or(
+                words + word_line * candidates + chosen, bit, mask=used & writes, sem="relaxed"
+            )
+            c = chosen * KV_BLOCK // KV_TILE
+            end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
+            for step in tl.static_range(STEPS):
+                hit = used & (c + step <= end)
+                if COMPARE:
+                    tile = tl.where(hit, c + step, -1)
+                    met += tl.sum((column[:, None] == tile[None, :]).to(tl.int32), 1)
+                else:
+                    # The last column stands for none.
+                    met += tl.histogram(tl.where(hit, c + step, COLUMNS - 1), COLUMNS)
+    if not COMPARE:
+        met = tl.where(column == COLUMNS - 1, 0, met)
+
+    blocks = (tl.minimum((column + 1) * KV_TILE, kv_len) - 1) // KV_BLOCK
+    blocks = blocks - column * KV_TILE // KV_BLOCK + 1
+    touched = (met > 0) & (column < columns)
+    covered = met == (last - first + 1) * blocks
+    if HAS_CODES:
+        code_b = b if CODE_BATCHED else 0
+        code_h = h * code_heads // query_heads
+        at = ((code_b * code_heads + code_h).to(tl.int64) * rows + r) * columns
+        code = tl.load(codes + at + column, mask=touched, other=0)
+        full = touched & covered & (code == 2)
+        partial = touched & (code != 0) & (~full)
+    else:
+        full = touched & covered
+        partial = touched & (~full)
+
+    out = lane.to(tl.int64) * rows + r
+    slot = tl.arange(0, SLOTS)
+    width: tl.constexpr = COLUMNS // 32
+    w = tl.arange(0, width)
+    in_row = (columns + 31) // 32
+    place = tl.arange(0, 32)[None, :]
+
+    listed = partial.to(tl.int32)
+    at = tl.cumsum(listed, 0) - 1
+    count = tl.sum(listed, 0)
+    tl.store(partial_num + out, count)
+    tl.store(partial_idx + out * CAPACITY + at, column, mask=partial)
+    tl.store(partial_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
+    word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
+    tl.store(bits + out * in_row + w, word, mask=w < in_row)
+
+    listed = full.to(tl.int32)
+    at = tl.cumsum(listed, 0) - 1
+    count = tl.sum(listed, 0)
+    tl.store(full_num + out, count)
+    tl.store(full_idx + out * CAPACITY + at, column, mask=full)
+    tl.store(full_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
+    word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
+    tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=w < in_row)
+
+
+def launch(
+    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+) -> RowTiles:
+    batch, heads, sel_rows, kept = indices.shape
+    rows, columns = geometry.tiles
+    capacity = geometry.row_capacity(kept)
+    at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(kept)))
+    compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
+    # A histogram needs a column more, for what is no candidate.
+    width = max(32, next_power_of_two(columns if compare else columns + 1))
+    made = room(indices, candidates, geometry, lists)
+    kernel: Any = _rows
+    kernel[(rows, lists.batch * lists.heads)](
+        indices.contiguous(), codes if codes is not None else indices, made.words,
+        *made[:4], made.bits, sel_rows, kept, rows, columns, lists.batch * lists.heads, candidates,
+        geometry.q_len, geometry.kv_len, heads, lists.query_heads, lists.heads,
+        1 if codes is None else codes.shape[1],
+        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
+        HAS_CODES=codes is not None, FOLD=lists.fold,
+        Q_BLOCK=min(geometry.q_block, geometry.q_len),
+        KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
+        Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,
+        ROWS=geometry.rows_per_tile, STEPS=geometry.tiles_per_candidate, AT_ONCE=at_once,
+        COLUMNS=width, CAPACITY=capacity, SLOTS=next_power_of_two(capacity), COMPARE=compare,
+        num_warps=4 if geometry.rows_per_tile * kept < 4096 else 8,
+    )  # fmt: skip
+    return made
+
+
+def room(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> RowTiles:
+    """The tensors that a kernel fills; words and bits are 0."""
+    batch, heads, sel_rows, kept = indices.shape
+    rows, columns = geometry.tiles
+    width = ceil_div(columns, 32)
+    bits = 2 * lists.batch * lists.heads * rows * width
+    words = batch * heads * ceil_div(sel_rows, 32) * candidates
+    # One clearing for both.
+    zeros = indices.new_zeros(words + bits)
+    counts = indices.new_empty((2, lists.batch, lists.heads, rows))
+    slots = indices.new_empty((2, lists.batch, lists.heads, rows, geometry.row_capacity(kept)))
+    return RowTiles(
+        counts[0], slots[0], counts[1], slots[1],
+        zeros[words:].view(2, lists.batch, lists.heads, rows, width),
+        zeros[:words].view(batch, heads, ceil_div(sel_rows, 32), candidates),
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""A call judged and decided: what each keyword may be, and the plan they amount to."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from flexsparse.ahead import look_ahead
+from flexsparse.arguments import (
+    Empty,
+    Fallback,
+    check_empty,
+    check_fallback,
+    check_flag,
+    check_scale,
+    check_selection,
+    check_sink,
+)
+from flexsparse.backends import Call
+from flexsparse.choice import (
+    BackendName,
+    Pack,
+    choose_address,
+    choose_backend,
+    choose_tile,
+)
+from flexsparse.errors import ShapeError
+from flexsparse.grid import Grid
+from flexsparse.plan import Plan, checked_qkv
+from flexsparse.program import mask_program, score_program
+from flexsparse.rules import MaskMod, as_rule
+from flexsparse.scores import ScoreMod, as_score
+from flexsparse.selection import Selection
+from flexsparse.selectors.base import Selector
+
+
+class Shared(TypedDict, total=False):
+    """The keywords that attention, make_plan, reference and check share."""
+
+    rule: MaskMod | None
+    select: Selection | None
+    score: ScoreMod | None
+    scale: float | None
+    q_offset: int | Tensor | None
+    sink: Tensor | None
+    fallback: Fallback
+
+
+class Choices(TypedDict, total=False):
+    """The keywords of attention and make_plan alone."""
+
+    empty: Empty
+    sanitize: bool
+    backend: BackendName
+    pack: Pack | None
+    tile: int | tuple[int, int] | None
+
+
+def make_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: MaskMod | None = None,
+    select: Selection | Selector | None = None,
+    score: ScoreMod | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    sink: Tensor | None = None,
+    fallback: Fallback = None,
+    empty: Empty = "zero",
+    sanitize: bool = False,
+    backend: BackendName = "auto",
+    pack: Pack | None = None,
+    tile: int | tuple[int, int] | None = None,
+) -> Plan:
+    """Decides how calls like this one run, and makes the first layout.
+
+    ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
+    are laid) and ``tile`` override what would be chosen.
+    """
+    q, k, v = checked_qkv(q, k, v)
+    grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
+    heads = (q.shape[1], k.shape[1])
+    ruled, scored = as_rule(rule), as_score(score)
+    selector = select if isinstance(select, Selector) else None
+    selection = selector.select(q, k, grid, ruled) if selector is not None else select
+    if selection is not None:
+        selection = check_selection(selection, grid, heads)
+        if selection.indices.device != q.device:
+            raise ShapeError(
+                f"select is on {selection.indices.device} but q on {q.device}: move it with "
+                "select.to(device)"
+            )
+    reach = check_fallback(fallback)
+    checked_scale = check_scale(scale, q.shape[3])
+    sink = check_sink(sink, heads[0], q.device)
+    reasons: list[str] = []
+    address = choose_address(q, k, v, selection, pack, reasons)
+    program = mask_program(address, grid, ruled, selection, reach)
+    score_code = score_program(address, grid, scored)
+    learned = [] if score_code is None else list(score_code.score.tensors)
+    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
+    call = Call(q.device, q.dtype, q.shape[3], v.shape[3], grads, sink is not None)
+    chosen = choose_backend(backend, call, reasons)
+    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
+    plan = Plan(
+        grid=grid,
+        shape=(*heads, q.shape[3], v.shape[3]),
+        dtype=q.dtype,
+        device=q.device,
+        rule=ruled,
+        score=scored,
+        selector=selector,
+        address=address,
+        tile=size,
+        backend=chosen.name,
+        scale=checked_scale,
+        sink=sink,
+        empty=check_empty(empty),
+        sanitize=check_flag("sanitize", sanitize),
+        program=program,
+        score_program=score_code,
+        reasons=tuple(reasons),
+        ahead=look_ahead(program, grid, size, q.device),
+        columns=None if grads else 0,
+        first=None,
+    )
+    object.__setattr__(plan, "first", plan.measured(plan.layout(selection)))
+    return plan

@@ -1,0 +1,226 @@
+"""Candidates to tiles by row and by column: against loops over every row, candidate and tile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexsparse as fs
+from flexsparse.kernels import columns, dedupe, membership, rows
+from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.masks import Causal, SlidingWindow
+
+
+def by_hand(indices: Tensor, codes: Tensor | None, g: Geometry, lists: Lists) -> tuple[Any, Any]:
+    """Sets of partial and of full tiles, list by list and row by row."""
+    tile_rows, tile_columns = g.tiles
+    group = lists.query_heads // lists.fold
+    found: dict[str, list[list[set[int]]]] = {"partial": [], "full": []}
+    for entry in range(lists.batch):
+        for lane in range(lists.heads):
+            b, h = entry // lists.fold, entry % lists.fold * group + lane
+            sel = indices[min(b, len(indices) - 1), h * indices.shape[1] // lists.query_heads]
+            for name in found:
+                found[name].append([])
+            for r in range(tile_rows):
+                queries = range(r * g.q_tile, min((r + 1) * g.q_tile, g.q_len))
+                sets = [set(sel[q // g.q_block].tolist()) for q in queries]
+                kinds: dict[str, set[int]] = {"partial": set(), "full": set()}
+                for c in range(tile_columns):
+                    keys = range(c * g.kv_tile, min((c + 1) * g.kv_tile, g.kv_len))
+                    seen = [k // g.kv_block in s for s in sets for k in keys]
+                    code = 2
+                    if codes is not None:
+                        at = codes[min(b, len(codes) - 1), h * codes.shape[1] // lists.query_heads]
+                        code = int(at[r, c])
+                    if any(seen) and code:
+                        kinds["full" if all(seen) and code == 2 else "partial"].add(c)
+                for name, tiles in kinds.items():
+                    found[name][-1].append(tiles)
+    return found["partial"], found["full"]
+
+
+def listed(counts: Tensor, slots: Tensor) -> list[list[set[int]]]:
+    """Lists as sets; they must rise, and unused slots hold 0."""
+    out = []
+    for count, slot in zip(counts.flatten(0, 1), slots.flatten(0, 1), strict=True):
+        out.append([])
+        for n, tiles in zip(count.tolist(), slot.tolist(), strict=True):
+            assert tiles[:n] == sorted(set(tiles[:n]))
+            assert not any(tiles[n:])
+            out[-1].append(set(tiles[:n]))
+    return out
+
+
+@st.composite
+def conversions(draw: st.DrawFn) -> tuple[Tensor, int, Tensor | None, Geometry, Lists]:
+    length = st.sampled_from([1, 7, 63, 64, 65, 100])
+    block = st.sampled_from([1, 3, 16, 24, 64, 200])
+    g = Geometry(
+        draw(length), draw(length), draw(block), draw(block),
+        draw(st.sampled_from([16, 32, 48, 128])), draw(st.sampled_from([16, 32, 48, 128])),
+    )  # fmt: skip
+    batch, kv_heads, group = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+    )
+    query_heads = kv_heads * group
+    fold = draw(st.sampled_from([1, kv_heads]))
+    heads = draw(st.sampled_from(sorted({1, kv_heads, query_heads})))
+    sel_batch = draw(st.sampled_from(sorted({1, batch})))
+    candidates = math.ceil(g.kv_len / g.kv_block)
+    kept = draw(st.integers(1, min(candidates + 2, 40)))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    shape = (sel_batch, heads, math.ceil(g.q_len / g.q_block), kept)
+    indices = torch.randint(-1, candidates, shape, generator=seed)
+    indices = dedupe.sorted_unique(indices, candidates, min(kept, candidates))
+    codes = None
+    if draw(st.booleans()):
+        code_shape = (
+            draw(st.sampled_from(sorted({1, batch}))),
+            draw(st.sampled_from(sorted({1, query_heads}))),
+            *g.tiles,
+        )
+        codes = torch.randint(0, 3, code_shape, generator=seed, dtype=torch.int8)
+    own_heads = query_heads // fold
+    return indices, candidates, codes, g, Lists(batch * fold, own_heads, fold, query_heads)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(conversions())
+def test_row_and_column_lists_are_what_a_loop_finds(
+    conversion: tuple[Tensor, int, Tensor | None, Geometry, Lists],
+) -> None:
+    indices, candidates, codes, g, lists = conversion
+    made = rows.row_tiles(indices, candidates, codes, g, lists)
+    partial, full = by_hand(indices, codes, g, lists)
+    assert listed(made.partial_num, made.partial_idx) == partial
+    assert listed(made.full_num, made.full_idx) == full
+    turned = columns.column_tiles(made.bits, g.tiles[1], g.tiles[0])
+    for name, num, idx in (
+        (partial, turned.partial_num, turned.partial_idx),
+        (full, turned.full_num, turned.full_idx),
+    ):
+        wanted = [
+            [{r for r, tiles in enumerate(rows_of) if c in tiles} for c in range(g.tiles[1])]
+            for rows_of in name
+        ]
+        assert listed(num, idx) == wanted
+    assert torch.equal(made.words, membership.pack(indices, candidates))
+
+
+def test_bits_hold_a_map() -> None:
+    present = torch.rand(3, 5, 77, generator=torch.Generator().manual_seed(0)) < 0.3
+    assert torch.equal(rows.unpack_bits(rows.pack_bits(present), 77), present)
+
+
+def test_columns_beyond_their_room_are_told() -> None:
+    """What does not fit is counted, so that whoever asked can ask again with more room."""
+    bits = rows.pack_bits(torch.ones(2, 1, 1, 9, 5, dtype=torch.bool))
+    made = columns.column_tiles(bits, 5, 4)
+    assert int(made.most) == 9 and made.capacity == 4
+    assert made.partial_num.tolist() == [[[4] * 5]]
+    assert made.partial_idx[0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def training(selects: fs.Selection, **options: Any) -> tuple[fs.Plan, list[Tensor]]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 320, 8, requires_grad=True) for _ in range(3))
+    return fs.make_plan(q, k, v, select=selects, tile=16, backend="tiles", **options), [q, k, v]
+
+
+def spread(column: int | None) -> fs.Selection:
+    """Each row of queries its own block, or all of them one block."""
+    own = torch.arange(20).view(1, 1, 20, 1)
+    indices = own if column is None else torch.full_like(own, column)
+    return fs.Selection.from_indices(indices, kv_len=320, q_len=320, kv_block=16, q_block=16)
+
+
+def test_a_plan_gives_columns_the_room_they_need_and_regrows() -> None:
+    """A selection that leans on one column, in a plan made from an even one, loses no gradient."""
+    plan, inputs = training(spread(None))
+    assert plan.first is not None and plan.first.columns is not None
+    assert plan.columns == plan.first.columns.capacity == 1
+    crowded = plan.layout(spread(3))
+    with pytest.raises(fs.FlexSparseError, match="visited by 20 rows of tiles, but .* room for 1"):
+        plan.raise_pending(crowded)
+    out = plan.run(*inputs, crowded).out
+    got = torch.autograd.grad(out.square().sum(), inputs)
+    true = torch.autograd.grad(fs.reference(*inputs, select=spread(3)).out.square().sum(), inputs)
+    torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
+    assert plan.columns == 20
+    plan.raise_pending(plan.layout(spread(3)))
+
+
+def test_a_plan_without_gradients_makes_no_lists_by_column() -> None:
+    q = torch.randn(1, 2, 64, 8)
+    plan = fs.make_plan(q, q, q, rule=Causal(), tile=16)
+    assert plan.first is not None and plan.first.columns is None
+    leaf = q.clone().requires_grad_()
+    (got,) = torch.autograd.grad(plan.run(leaf, leaf, leaf).out.sum(), leaf)
+    (true,) = torch.autograd.grad(fs.reference(leaf, leaf, leaf, rule=Causal()).out.sum(), leaf)
+    torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
+
+
+def test_tiles_that_rule_and_candidates_both_cut_are_settled_when_asked() -> None:
+    """Key 60 in the future of every query but the last four: no pair of the first tiles."""
+    indices = torch.full((1, 1, 64, 1), 60)
+    select = fs.Selection.from_indices(indices, kv_len=64, q_len=64)
+    options: dict[str, Any] = {
+        "rule": SlidingWindow(8), "select": select, "grid": fs.Grid(64, 64), "heads": (1, 1),
+        "block_size": 32,
+    }  # fmt: skip
+    exact, quick = fs.build_layout(**options), fs.build_layout(**options, exact=False)
+    assert exact.kv_num_blocks.tolist() == [[[0, 1]]]
+    assert quick.kv_num_blocks.sum() >= exact.kv_num_blocks.sum()
+    assert torch.equal(exact.dense(), quick.dense())
+    assert int(exact.logical_pairs) == int(quick.logical_pairs) == 4
+
+
+@pytest.mark.gpu
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(conversions())
+def test_the_kernels_are_their_twins(
+    conversion: tuple[Tensor, int, Tensor | None, Geometry, Lists],
+) -> None:
+    """The Triton kernels give, bit for bit, what plain torch gives on CPU."""
+    indices, candidates, codes, g, lists = conversion
+    made = rows.row_tiles(indices, candidates, codes, g, lists)
+    there = rows.row_tiles(
+        indices.cuda(), candidates, None if codes is None else codes.cuda(), g, lists
+    )
+    for ours, theirs in zip(made, there, strict=True):
+        assert torch.equal(ours, theirs.cpu())
+    for capacity in {1, g.tiles[0]}:
+        turned = columns.column_tiles(made.bits, g.tiles[1], capacity)
+        there_turned = columns.column_tiles(there.bits, g.tiles[1], capacity)
+        for ours, theirs in zip(turned, there_turned, strict=True):
+            assert torch.equal(ours, theirs.cpu())
+    draw = torch.Generator().manual_seed(candidates)
+    raw = torch.randint(-2, candidates + 3, (2, 3, 5, indices.shape[-1] + 3), generator=draw)
+    for form in (raw, raw.int(), raw.transpose(1, 2)):
+        twin = dedupe.sorted_unique(form, candidates, min(form.shape[-1], candidates))
+        kernel = dedupe.sorted_unique(form.cuda(), candidates, twin.shape[-1])
+        assert torch.equal(twin, kernel.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [1, 2, 33, 1000, 2048, 5000])
+def test_many_candidates_a_row(kept: int) -> None:
+    """Token candidates by the thousand: the histogram, and lists longer than registers hold."""
+    draw = torch.Generator().manual_seed(kept)
+    indices = torch.randint(-1, 5000, (1, 2, 70, kept), generator=draw)
+    unique = dedupe.sorted_unique(indices, 5000, min(kept, 5000))
+    assert torch.equal(unique, dedupe.sorted_unique(indices.cuda(), 5000, min(kept, 5000)).cpu())
+    g = Geometry(70, 5000, 1, 1, 32, 64)
+    lists = Lists(1, 4, 1, 4)
+    made = rows.row_tiles(unique, 5000, None, g, lists)
+    for ours, theirs in zip(made, rows.row_tiles(unique.cuda(), 5000, None, g, lists), strict=True):
+        assert torch.equal(ours, theirs.cpu())
