@@ -149,7 +149,7 @@ def _list_heads(layout: Layout) -> int:
 
 def _membership_bytes(layout: Layout) -> int:
     """Bytes of one list's membership words."""
-    if layout.select is None:
+    if layout.select is None or not layout.program.asks_member(layout.block_size):
         return 0
     return 4 * ceil_div(layout.select.rows, 32) * layout.select.candidates
 

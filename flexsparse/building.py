@@ -134,7 +134,12 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     else:
         geometry = Geometry(*span[:2], select.q_block, select.kv_block, *span[2:])
         *counts, bits, words = row_tiles(
-            select.indices, select.candidates, ahead.codes, geometry, lists
+            select.indices,
+            select.candidates,
+            ahead.codes,
+            geometry,
+            lists,
+            words=program.asks_member(terms.block_size),
         )
     columns = None
     if terms.columns != 0:
@@ -176,7 +181,7 @@ def settled(layout: Layout) -> Layout:
     """The layout without tiles in which nothing is seen, and those wholly seen among the full."""
     partial, full = layout.tile_maps()
     tiles = partial.nonzero()
-    covered = cover(layout.program.mod(layout.tables), tiles, layout.span)
+    covered = cover(layout.mask_mod, tiles, layout.span)
     lists = (partial.shape[0], partial.shape[1])
     some, whole = tile_maps_of(tiles, covered, lists, layout.span)
     full = full | whole

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexsparse.address import Identity
 from flexsparse.coverage import Span, cover
 from flexsparse.grid import Grid
+from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import expand
 from flexsparse.kernels.rows import pack_bits
@@ -76,12 +77,23 @@ class Layout:
         return rows if self.columns is None else [*rows, *self.columns[:4]]
 
     @property
+    def mask_mod(self) -> MaskMod:
+        """Rule, membership and fallback, right wherever it is asked, listed tiles or not."""
+        tables = self.tables
+        if self.select is not None and not self.program.asks_member(self.block_size):
+            # Kernels do without: the lists say it. Whoever goes around the lists cannot.
+            words = membership.pack(self.select.indices, self.select.candidates)
+            at = self.program.words_at
+            tables = [*tables[:at], words, *tables[at + 1 :]]
+        return self.program.mod(tables)
+
+    @property
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
         lists = widened(self.lists, self.span)
-        return as_block_mask(lists, lengths, self.block_size, self.program.mod(self.tables))
+        return as_block_mask(lists, lengths, self.block_size, self.mask_mod)
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
@@ -102,7 +114,7 @@ class Layout:
     def logical_pairs(self) -> Tensor:
         """0-d int64: the pairs that rule and selection allow, over batch and query heads."""
         partial, full = self.tile_maps()
-        inside = cover(self.program.mod(self.tables), partial.nonzero(), self.span).visible.sum()
+        inside = cover(self.mask_mod, partial.nonzero(), self.span).visible.sum()
         height, width = (
             (torch.arange(n, device=full.device) * tile).clamp(max=length)
             for n, tile, length in zip(
@@ -123,7 +135,7 @@ class Layout:
         h = torch.arange(heads, device=device).view(1, -1, 1, 1)
         q = rows.view(1, 1, -1, 1)
         kv = torch.arange(self.grid.kv_len, device=device).view(1, 1, 1, -1)
-        masked = self.program.mod(self.tables)(b, h, q, kv)
+        masked = self.mask_mod(b, h, q, kv)
         partial, full = (
             m[:, :, rows // self.block_size[0]]
             .repeat_interleave(self.block_size[1], -1)[..., : self.grid.kv_len]
@@ -147,7 +159,9 @@ class Layout:
             for name, value in vars(self).items()
             if isinstance(value, Tensor | Selection)
         }
-        columns = self.columns and ColumnTiles(*(t.to(device) for t in self.columns))
+        columns = None
+        if self.columns is not None:
+            columns = ColumnTiles(*(t.to(device) for t in self.columns))
         tables = [t.to(device) for t in self.tables]
         return replace(self, **tensors, tables=tables, columns=columns)
 

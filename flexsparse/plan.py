@@ -217,7 +217,7 @@ class Plan:
         return layout.with_columns(self.columns)
 
     def measured(self, layout: Layout) -> Layout:
-        """Cuts the lists by column to what they need and half as much again, where they are large."""
+        """Cuts the lists by column to what they need and a quarter more, where they are large."""
         batch, lists, columns = self.grid.batch, layout.kv_num_blocks.shape, layout.span.tiles[1]
         rows = layout.span.tiles[0]
         _, kv_heads, head_dim, v_head_dim = self.shape
@@ -317,7 +317,7 @@ _LARGE = 0.01
 
 
 def _room(most: int, rows: int) -> int:
-    return max(1, min(rows, most + most // 2))
+    return max(1, min(rows, most + most // 4))
 
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

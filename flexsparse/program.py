@@ -114,6 +114,11 @@ class MaskProgram:
             found.append(empty)
         return found + fixed.rule
 
+    @property
+    def words_at(self) -> int:
+        """Where among the tables the membership words stand."""
+        return 0 if self.offset == "none" else 1
+
     def of_rule_alone(self) -> MaskProgram:
         """The rule in logical coordinates, without selection."""
         address = Identity(self.address.heads, self.address.kv_heads)

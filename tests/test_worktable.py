@@ -114,6 +114,8 @@ def test_row_and_column_lists_are_what_a_loop_finds(
         ]
         assert listed(num, idx) == wanted
     assert torch.equal(made.words, membership.pack(indices, candidates))
+    bare = rows.row_tiles(indices, candidates, codes, g, lists, words=False)
+    assert bare.words.numel() == 0 and torch.equal(bare.bits, made.bits)
 
 
 def test_bits_hold_a_map() -> None:
@@ -198,6 +200,8 @@ def test_the_kernels_are_their_twins(
     )
     for ours, theirs in zip(made, there, strict=True):
         assert torch.equal(ours, theirs.cpu())
+    bare = rows.row_tiles(indices.cuda(), candidates, None, g, lists, words=False)
+    assert bare.words.numel() == 0
     for capacity in {1, g.tiles[0]}:
         turned = columns.column_tiles(made.bits, g.tiles[1], capacity)
         there_turned = columns.column_tiles(there.bits, g.tiles[1], capacity)

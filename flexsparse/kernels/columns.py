@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flexsparse.kernels.compress import compress
@@ -11,7 +12,8 @@ from flexsparse.kernels.rows import unpack_bits
 
 
 class ColumnTiles(NamedTuple):
-    """Counts ``[B, H, C]`` and rows ``[B, H, C, capacity]``, and 0-d the most rows of any column.
+    """Counts ``[B, H, C]`` and rows ``[B, H, C, capacity]``, and ``degrees [2, B, H, C]``: how many
+    rows each column really has.
 
     Where that is beyond the capacity, what did not fit is missing: whoever asked must ask again.
     """
@@ -20,11 +22,16 @@ class ColumnTiles(NamedTuple):
     partial_idx: Tensor
     full_num: Tensor
     full_idx: Tensor
-    most: Tensor
+    degrees: Tensor
 
     @property
     def capacity(self) -> int:
         return self.partial_idx.shape[-1]
+
+    @property
+    def most(self) -> Tensor:
+        """0-d: the most rows of any column."""
+        return self.degrees.amax()
 
 
 def column_tiles(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
@@ -34,9 +41,5 @@ def column_tiles(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
 
         return launch(bits, columns, capacity)
     partial, full = unpack_bits(bits, columns).transpose(-1, -2)
-    most = max_count(partial).maximum(max_count(full))
-    return ColumnTiles(*compress(partial, capacity), *compress(full, capacity), most)
-
-
-def max_count(present: Tensor) -> Tensor:
-    return present.sum(-1).amax()
+    degrees = torch.stack([partial, full]).sum(-1, dtype=torch.int32)
+    return ColumnTiles(*compress(partial, capacity), *compress(full, capacity), degrees)

@@ -31,16 +31,25 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(
-    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    *,
+    words: bool = True,
 ) -> RowTiles:
-    """``indices [B, H, R, K]``, unique or -1; ``codes [B, H, R, C]`` int8 in logical axes, or all 2."""
+    """``indices [B, H, R, K]``, unique or -1; ``codes [B, H, R, C]`` int8 in logical axes, or all 2.
+
+    Without ``words`` those are left out: no kernel asks for them where tiles lie within candidates.
+    """
     if indices.is_cuda:
         from flexsparse.kernels import triton_merge, triton_rows
 
         if triton_merge.suits(indices.shape[-1], geometry):
-            return triton_merge.launch(indices, candidates, codes, geometry, lists)
+            return triton_merge.launch(indices, candidates, codes, geometry, lists, words)
         if geometry.tiles[1] <= triton_rows.MOST_COLUMNS:
-            return triton_rows.launch(indices, candidates, codes, geometry, lists)
+            return triton_rows.launch(indices, candidates, codes, geometry, lists, words)
     touched = lists.of(_meetings(indices, geometry))
     covered = touched == geometry.incidences(indices.device)
     code = torch.full_like(touched, FULL) if codes is None else lists.of(codes)
@@ -51,8 +60,12 @@ def row_tiles(
         *compress(partial, capacity),
         *compress(full, capacity),
         pack_bits(torch.stack([partial, full])),
-        membership.pack(indices, candidates),
+        membership.pack(indices, candidates) if words else no_words(indices),
     )
+
+
+def no_words(indices: Tensor) -> Tensor:
+    return indices.new_empty((*indices.shape[:2], 0, 0))
 
 
 def _meetings(indices: Tensor, geometry: Geometry) -> Tensor:

@@ -12,13 +12,13 @@ from flexsparse.kernels.columns import ColumnTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Of one word, so that many programs share the walk.
-_COLUMNS = 8
+_COLUMNS = 4
 _WARPS = 1
 
 
 @triton.jit
 def _columns(
-    bits, partial_num, partial_idx, full_num, full_idx, most, rows, columns, lanes,
+    bits, num, idx, degrees, rows, columns, lanes,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     start_column = tl.program_id(0) * COLUMNS
@@ -29,11 +29,7 @@ def _columns(
     column = start_column + tl.arange(0, COLUMNS)
     place = column % 32
     exists = column < columns
-    out = lane * columns + column
-    if plane == 0:
-        num, idx = partial_num, partial_idx
-    else:
-        num, idx = full_num, full_idx
+    out = (plane * lanes + lane) * columns + column
     count = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -46,7 +42,7 @@ def _columns(
         tl.store(spot, value, mask=(listed != 0) & (slot < CAPACITY) & exists[None, :])
         count += tl.sum(listed, 0)
     tl.store(num + out, tl.minimum(count, CAPACITY), mask=exists)
-    tl.atomic_max(most, tl.max(count, 0), sem="relaxed")
+    tl.store(degrees + out, count, mask=exists)
     for start in range(0, CAPACITY, SLOTS):
         slot = start + tl.arange(0, SLOTS)[None, :]
         unused = (slot >= count[:, None]) & (slot < CAPACITY) & exists[:, None]
@@ -55,13 +51,15 @@ def _columns(
 
 def launch(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
     _, batch, heads, rows, _ = bits.shape
-    counts = bits.new_empty((2, batch, heads, columns))
+    counts = bits.new_empty((2, 2, batch, heads, columns))
     slots = bits.new_empty((2, batch, heads, columns, capacity))
-    most = bits.new_zeros(())
+    num, degrees = counts.unbind(0)
     kernel: Any = _columns
     kernel[(ceil_div(columns, _COLUMNS), batch * heads, 2)](
-        bits, counts[0], slots[0], counts[1], slots[1], most, rows, columns, batch * heads,
+        bits, num, slots, degrees, rows, columns, batch * heads,
         CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
         SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
-    return ColumnTiles(counts[0], slots[0], counts[1], slots[1], most)
+    partial_num, full_num = num.unbind(0)
+    partial_idx, full_idx = slots.unbind(0)
+    return ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)

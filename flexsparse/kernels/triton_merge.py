@@ -30,7 +30,7 @@ def _merge(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
     sel_rows, kept, rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
     code_heads,
-    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr, HAS_WORDS: tl.constexpr,
     FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -54,10 +54,10 @@ def _merge(
     inside = exists & (k < kept)
     chosen = tl.load(indices + line + k, mask=inside, other=-1)
     used = chosen >= 0
-    first = used & (step == 0)
-    bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 32).to(tl.int32)
-    word = (source * ((sel_rows + 31) // 32) + row // 32) * candidates + chosen
-    tl.atomic_or(words + word, bit, mask=first & writes, sem="relaxed")
+    if HAS_WORDS:
+        bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 32).to(tl.int32)
+        word = (source * ((sel_rows + 31) // 32) + row // 32) * candidates + chosen
+        tl.atomic_or(words + word, bit, mask=used & (step == 0) & writes, sem="relaxed")
 
     if INSIDE == 1:
         tile = chosen * STEPS + step
@@ -109,7 +109,12 @@ def _merge(
 
 
 def launch(
-    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    with_words: bool,
 ) -> RowTiles:
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
@@ -117,7 +122,7 @@ def launch(
     steps = min(steps, columns)
     width = next_power_of_two(max(2, kept * steps))
     together = max(1, _NUMBERS_A_PROGRAM // width)
-    made = room(indices, candidates, geometry, lists)
+    made = room(indices, candidates if with_words else 0, geometry, lists)
     lanes = lists.batch * lists.heads
     kernel: Any = _merge
     kernel[(ceil_div(lanes * rows, together),)](
@@ -125,7 +130,7 @@ def launch(
         *made[:4], made.bits, sel_rows, kept, rows, columns, lanes, candidates, heads,
         lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, FOLD=lists.fold,
+        HAS_CODES=codes is not None, HAS_WORDS=with_words, FOLD=lists.fold,
         TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
         CAPACITY=geometry.row_capacity(kept), ROWS=together, WIDTH=width,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.rows import RowTiles, no_words
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Below it, comparing every candidate with every column is cheaper than a histogram.
@@ -24,7 +24,7 @@ def _rows(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
     sel_rows, kept, rows, columns, lanes, candidates, q_len, kv_len,
     sel_heads, query_heads, list_heads, code_heads,
-    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr, HAS_WORDS: tl.constexpr,
     FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, COMPARE: tl.constexpr,
@@ -54,10 +54,10 @@ def _rows(
             k = start + tl.arange(0, AT_ONCE)
             chosen = tl.load(indices + line * kept + k, mask=(row <= last) & (k < kept), other=-1)
             used = chosen >= 0
-            bit = tl.full([AT_ONCE], 1, tl.int32) << (row % 32)
-            tl.atomic_or(
-                words + word_line * candidates + chosen, bit, mask=used & writes, sem="relaxed"
-            )
+            if HAS_WORDS:
+                bit = tl.full([AT_ONCE], 1, tl.int32) << (row % 32)
+                word = words + word_line * candidates + chosen
+                tl.atomic_or(word, bit, mask=used & writes, sem="relaxed")
             c = chosen * KV_BLOCK // KV_TILE
             end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
             for step in tl.static_range(STEPS):
@@ -113,7 +113,12 @@ def _rows(
 
 
 def launch(
-    indices: Tensor, candidates: int, codes: Tensor | None, geometry: Geometry, lists: Lists
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    with_words: bool,
 ) -> RowTiles:
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
@@ -122,7 +127,7 @@ def launch(
     compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
     # A histogram needs a column more, for what is no candidate.
     width = max(32, next_power_of_two(columns if compare else columns + 1))
-    made = room(indices, candidates, geometry, lists)
+    made = room(indices, candidates if with_words else 0, geometry, lists)
     kernel: Any = _rows
     kernel[(rows, lists.batch * lists.heads)](
         indices.contiguous(), codes if codes is not None else indices, made.words,
@@ -130,7 +135,7 @@ def launch(
         geometry.q_len, geometry.kv_len, heads, lists.query_heads, lists.heads,
         1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, FOLD=lists.fold,
+        HAS_CODES=codes is not None, HAS_WORDS=with_words, FOLD=lists.fold,
         Q_BLOCK=min(geometry.q_block, geometry.q_len),
         KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
         Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,
@@ -142,18 +147,23 @@ def launch(
 
 
 def room(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> RowTiles:
-    """The tensors that a kernel fills; words and bits are 0."""
+    """The tensors that a kernel fills; words (none for no candidates) and bits are 0."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
-    width = ceil_div(columns, 32)
-    bits = 2 * lists.batch * lists.heads * rows * width
+    shape = (2, lists.batch, lists.heads, rows)
+    bits = 2 * lists.batch * lists.heads * rows * ceil_div(columns, 32)
     words = batch * heads * ceil_div(sel_rows, 32) * candidates
     # One clearing for both.
-    zeros = indices.new_zeros(words + bits)
-    counts = indices.new_empty((2, lists.batch, lists.heads, rows))
-    slots = indices.new_empty((2, lists.batch, lists.heads, rows, geometry.row_capacity(kept)))
+    cleared = indices.new_zeros(bits + words)
+    partial_num, full_num = indices.new_empty(shape).unbind(0)
+    partial_idx, full_idx = indices.new_empty((*shape, geometry.row_capacity(kept))).unbind(0)
     return RowTiles(
-        counts[0], slots[0], counts[1], slots[1],
-        zeros[words:].view(2, lists.batch, lists.heads, rows, width),
-        zeros[:words].view(batch, heads, ceil_div(sel_rows, 32), candidates),
-    )  # fmt: skip
+        partial_num,
+        partial_idx,
+        full_num,
+        full_idx,
+        cleared[:bits].view(*shape, -1),
+        cleared[bits:].view(batch, heads, ceil_div(sel_rows, 32), candidates)
+        if candidates
+        else no_words(indices),
+    )
