@@ -1,5 +1,9 @@
 """The errors a user can meet: one family, each one sentence that says what was given and what to do."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class FlexSparseError(Exception):
     """Root of the family."""
@@ -54,6 +58,55 @@ def check_number(owner: str, field: str, value: object, kind: type, least: float
         raise ArgumentError(f"{owner} {field} must be {name}, got {given}")
     if value < least:
         raise ArgumentError(f"{owner} {field} must be at least {least:g}, got {value}")
+
+
+def check_per_head(owner: str, field: str, value: Any, kind: type, least: float) -> None:
+    """Refuses what is neither a number nor a tensor ``[Hq]`` of numbers, or is too small."""
+    if getattr(value, "ndim", 0) == 0:
+        check_number(owner, field, value, kind, least)
+        return
+    check_table(owner, field, value, "int" if kind is int else "float", "[Hq]")
+    if bool((value < least).any()):
+        raise ArgumentError(f"{owner} {field} must be at least {least:g}, got {value.min().item()}")
+
+
+def check_table(owner: str, field: str, value: Any, kind: str, *forms: str) -> None:
+    """Refuses a table of the gallery that is no bool, int or float tensor of one of ``forms``.
+
+    >>> check_table("Tree", "start", 3.5, "int", "[B]", "[B, N]")
+    Traceback (most recent call last):
+        ...
+    flexsparse.errors.ArgumentError: Tree start must be an int tensor [B] or [B, N], got 3.5
+    """
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    shape = getattr(value, "shape", None)
+    kinds = {"bool": ("bool",), "int": ("int32", "int64")}
+    right = dtype in kinds[kind] if kind in kinds else "float" in dtype
+    if shape is None or not right or len(shape) not in [form.count(",") + 1 for form in forms]:
+        given = f"{dtype}{list(shape)}" if shape is not None else _short(value)
+        article = "an" if kind == "int" else "a"
+        raise ArgumentError(
+            f"{owner} {field} must be {article} {kind} tensor {' or '.join(forms)}, got {given}"
+        )
+
+
+def check_lengths(owner: str, field: str, value: object, least: int, axes: int | None) -> None:
+    """Refuses what is no tuple of ints, one an axis of the canvas; ``axes`` None takes 1 to 3."""
+    right = isinstance(value, tuple) and all(type(n) is int for n in value)
+    if not right or len(value) not in ((1, 2, 3) if axes is None else (axes,)):  # type: ignore[arg-type]
+        many = "1 to 3 ints" if axes is None else f"{axes} int{'s' * (axes > 1)}"
+        raise ArgumentError(
+            f"{owner} {field} must be a tuple of {many}, one an axis, got {_short(value)}"
+        )
+    if min(value) < least:  # type: ignore[call-overload]
+        raise ArgumentError(
+            f"{owner} {field} must be at least {least} along each axis, got {value}"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__
 
 
 class CheckFailed(FlexSparseError, AssertionError):

@@ -2,7 +2,7 @@
 
 A plain number inside a rule is a constant of the kernel: each new value would be a new compile.
 `lift` gives a copy of the rule whose numbers are 0-d tensors, so that a whole sweep runs one kernel.
-Closures are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
+Closures and tuples are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_NUMBER = 2**30
 def lift(mod: Any, *, closures: bool = True) -> Any:
     """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks).
 
-    ``closures=False`` leaves plain functions as they are: a number there may steer Python.
+    ``closures=False`` leaves functions and tuples as they are: a number there may steer Python.
     """
     if dataclasses.is_dataclass(mod) and not isinstance(mod, type):
         return _copied(mod, lambda value: _lifted(value, closures))
@@ -82,7 +82,9 @@ def _copied(mod: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A function or partial that closes over changed values; anything else as it is."""
+    """A function, partial or tuple that holds changed values; anything else as it is."""
+    if type(value) is tuple:
+        return tuple(change(part) for part in value)
     if isinstance(value, functools.partial):
         return functools.partial(
             _rebuilt(value.func, change),
@@ -204,7 +206,9 @@ _ASKS = {"getattr", "globals", "vars", "eval", "exec", "__import__"}
 
 
 def _is_constant(read: Any) -> bool:
-    """A module whose contents nobody changes, or the class Tensor."""
+    """A module whose contents nobody changes, the class Tensor, or a helper of the gallery."""
+    if isinstance(read, FunctionType):
+        return read.__module__ in ("flexsparse.canvas", "flexsparse.rules") and settled(read)
     return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
 
 
@@ -216,6 +220,8 @@ def settled(mod: Any) -> bool:
     """
     if isinstance(mod, Tensor | int | float | str | type(None)):
         return True
+    if type(mod) is tuple:
+        return all(map(settled, mod))
     if isinstance(mod, FunctionType):
         code = mod.__code__
         read = [mod.__globals__[n] for n in code.co_names if n in mod.__globals__]
@@ -249,6 +255,9 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         parts |= {name: value.__globals__[name] for name in read if name in value.__globals__}
     elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
         parts = holdings(value)
+        for name, part in list(parts.items()):
+            if isinstance(part, tuple):
+                parts |= {f"{name}[{i}]": inner for i, inner in enumerate(part)}
     else:
         return
     for name, part in parts.items():
@@ -275,6 +284,8 @@ def describe(mod: Any) -> str:
     """
     if isinstance(mod, Tensor):
         return f"{str(mod.dtype).removeprefix('torch.')}{list(mod.shape)}"
+    if type(mod) is tuple:
+        return f"({', '.join(map(describe, mod))})"
     if isinstance(mod, functools.partial):
         return describe(mod.func)
     if (text := getattr(mod, "describe", None)) is not None and not isinstance(mod, type):

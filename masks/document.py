@@ -1,7 +1,9 @@
 """Document: packed sequences that do not see each other.
 
-Known as packing, jagged or varlen attention. Source: Krell et al., "Efficient Sequence Packing
-without Cross-contamination", 2021, https://arxiv.org/abs/2107.02027.
+Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021,
+https://arxiv.org/abs/2107.02027.
+
+Known elsewhere as: packing, jagged or varlen attention, ``cu_seqlens`` of FlashAttention, segment ids.
 
 >>> import torch
 >>> from flexsparse.viz import picture

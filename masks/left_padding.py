@@ -1,5 +1,10 @@
 r"""Left padding: sequences of several lengths in one batch, padded at the start, as for generation.
 
+Source: no paper; the convention of batched generation, as in
+https://huggingface.co/docs/transformers/llm_tutorial.
+
+Known elsewhere as: ``padding_side="left"``, ``attention_mask`` of transformers.
+
 >>> import torch
 >>> from flexsparse.viz import picture
 >>> print("two of padding:", picture(LeftPadding(torch.tensor([2])), 4), sep="\n")

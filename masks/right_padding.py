@@ -1,5 +1,10 @@
 """Right padding: sequences of several lengths in one batch, padded at the end.
 
+Source: no paper; the ``key_padding_mask`` of torch,
+https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html.
+
+Known elsewhere as: ``seq_lens``, ``cache_seqlens`` of FlashAttention, ``attention_mask`` of transformers.
+
 >>> import torch
 >>> from flexsparse.viz import picture
 >>> print(picture(RightPadding(torch.tensor([2])), 4))

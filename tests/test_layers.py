@@ -15,7 +15,7 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes grid device",
+    "errors shapes grid canvas device",
     "recording parameters tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning viz",
     "address program coverage occupancy selectors",
@@ -79,7 +79,7 @@ def test_arrows_point_upward(path: Path) -> None:
 
 
 def test_the_gallery_imports_rules_scores_and_torch_only() -> None:
-    allowed = {"errors", "rules", "scores", "masks"}
+    allowed = {"errors", "canvas", "rules", "scores", "masks"}
     for path in sorted((PACKAGE / "masks").glob("*.py")):
         assert {r for r, _ in imports(path)} <= allowed, path.name
 
