@@ -296,4 +296,5 @@ def describe(mod: Any) -> str:
     if isinstance(mod, FunctionType):
         code = mod.__code__
         return f"{mod.__name__} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
-    return repr(mod) if isinstance(mod, int | float | str | bool) else type(mod).__name__
+    plain = mod is None or isinstance(mod, int | float | str | bool)
+    return repr(mod) if plain else type(mod).__name__
