@@ -67,7 +67,8 @@ def check_per_head(owner: str, field: str, value: Any, kind: type, least: float)
         return
     check_table(owner, field, value, "int" if kind is int else "float", "[Hq]")
     if bool((value < least).any()):
-        raise ArgumentError(f"{owner} {field} must be at least {least:g}, got {value.min().item()}")
+        lowest = value.detach().min().item()
+        raise ArgumentError(f"{owner} {field} must be at least {least:g}, got {lowest}")
 
 
 def check_table(owner: str, field: str, value: Any, kind: str, *forms: str) -> None:

@@ -35,7 +35,7 @@ class Temperature(ScoreRule):
     def __post_init__(self) -> None:
         check_per_head("Temperature", "temperature", self.temperature, float, -float("inf"))
         given = self.temperature
-        coldest = float(given.min()) if isinstance(given, Tensor) else given
+        coldest = float(given.detach().min()) if isinstance(given, Tensor) else given
         if not coldest > 0:
             raise ArgumentError(f"Temperature temperature must be positive, got {coldest}")
 
