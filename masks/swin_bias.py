@@ -7,9 +7,9 @@ Known elsewhere as: ``relative_position_bias_table`` of Swin, ``[(2M-1)**2, Hq]`
 ``table.T.view(Hq, 2 * M - 1, 2 * M - 1)`` is the bias here.
 
 >>> import torch
->>> score = SwinBias(torch.arange(9.0).view(1, 3, 3), canvas=(2, 2))
+>>> score = SwinBias(torch.arange(9.0).view(1, 3, 3), canvas=(4, 4))
 >>> at = torch.tensor
->>> score(at(0.0), at(0), at(0), at(0), at(3)).item()
+>>> score(at(0.0), at(0), at(0), at(0), at(5)).item()
 0.0
 """
 
