@@ -77,14 +77,18 @@ def check_table(owner: str, field: str, value: Any, kind: str, *forms: str) -> N
     >>> check_table("Tree", "start", 3.5, "int", "[B]", "[B, N]")
     Traceback (most recent call last):
         ...
-    flexsparse.errors.ArgumentError: Tree start must be an int tensor [B] or [B, N], got 3.5
+    flexsparse.errors.ArgumentError: Tree start must be an int tensor [B] or [B, N], got the float 3.5
     """
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     shape = getattr(value, "shape", None)
     kinds = {"bool": ("bool",), "int": ("int32", "int64")}
     right = dtype in kinds[kind] if kind in kinds else "float" in dtype
     if shape is None or not right or len(shape) not in [form.count(",") + 1 for form in forms]:
-        given = f"{dtype}{list(shape)}" if shape is not None else _short(value)
+        given = (
+            f"{value.dtype}{list(shape)}"
+            if shape is not None
+            else f"the {type(value).__name__} {_short(value)}"
+        )
         article = "an" if kind == "int" else "a"
         raise ArgumentError(
             f"{owner} {field} must be {article} {kind} tensor {' or '.join(forms)}, got {given}"
@@ -93,13 +97,13 @@ def check_table(owner: str, field: str, value: Any, kind: str, *forms: str) -> N
 
 def check_lengths(owner: str, field: str, value: object, least: int, axes: int | None) -> None:
     """Refuses what is no tuple of ints, one an axis of the canvas; ``axes`` None takes 1 to 3."""
-    right = isinstance(value, tuple) and all(type(n) is int for n in value)
-    if not right or len(value) not in ((1, 2, 3) if axes is None else (axes,)):  # type: ignore[arg-type]
+    lengths = value if isinstance(value, tuple) and all(type(n) is int for n in value) else ()
+    if len(lengths) not in ((1, 2, 3) if axes is None else (axes,)):
         many = "1 to 3 ints" if axes is None else f"{axes} int{'s' * (axes > 1)}"
         raise ArgumentError(
             f"{owner} {field} must be a tuple of {many}, one an axis, got {_short(value)}"
         )
-    if min(value) < least:  # type: ignore[call-overload]
+    if min(lengths) < least:
         raise ArgumentError(
             f"{owner} {field} must be at least {least} along each axis, got {value}"
         )
@@ -107,7 +111,7 @@ def check_lengths(owner: str, field: str, value: object, least: int, axes: int |
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else type(value).__name__
+    return text if len(text) <= 40 else f"{text[:36]}..."
 
 
 class CheckFailed(FlexSparseError, AssertionError):

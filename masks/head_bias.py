@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_table
 from flexsparse.scores import ScoreRule
 
 
@@ -32,9 +32,7 @@ class HeadBias(ScoreRule):
     bias: Tensor
 
     def __post_init__(self) -> None:
-        given = self.bias
-        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim != 2:
-            raise ArgumentError("HeadBias bias must be a float tensor [Hq, distances]")
+        check_table("HeadBias", "bias", self.bias, "float", "[Hq, distances]")
 
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
