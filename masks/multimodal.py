@@ -3,8 +3,8 @@
 Source: Zhou et al., "Transfusion", 2024, 3 (Transfusion attention),
 https://arxiv.org/abs/2408.11039.
 
-Known elsewhere as: the image mask of Gemma 3 and PaliGemma-style models (``token_type_ids`` of
-transformers), bidirectional image spans, multimodal prefix.
+Known elsewhere as: the image mask of Gemma 3 (``token_type_ids`` of transformers), bidirectional image
+spans, multimodal prefix.
 
 >>> import torch
 >>> from flexsparse.viz import picture

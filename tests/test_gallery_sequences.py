@@ -271,15 +271,6 @@ def test_bigbird_draws_distinct_blocks_outside_its_window_and_the_ends() -> None
     assert few.sum(-1).tolist() == [2, 1, 0, 1, 2]
 
 
-def test_numbers_inside_a_mixture_do_not_make_a_kernel_of_their_own() -> None:
-    """Two mixtures of the same kinds of rules differ in tensors only."""
-    from flexsparse.rules import trace_rule
-
-    one = PerHead((SlidingWindow(3), AShape(1, 4) & Causal()))
-    other = PerHead((SlidingWindow(30), AShape(2, 40) & Causal()))
-    assert trace_rule(one).kind == trace_rule(other).kind
-
-
 def test_a_table_inside_a_mixture_is_named_where_it_is_too_short() -> None:
     rule = PerHead((Causal(), Document(torch.zeros(5, dtype=torch.int64))))
     with pytest.raises(RuleError, match=r"document_of int64\[5\] at index 6 of axis 0"):
