@@ -52,18 +52,15 @@ class Tree(MaskRule):
     def of_parents(parents: Tensor, start: int | Tensor) -> "Tree":
         """From the parent of each token, int ``[N]`` or ``[B, N]``: an earlier token, or -1."""
         check_table("Tree", "parents", parents, "int", "[N]", "[B, N]")
-        count = parents.shape[-1]
         above = parents.to(torch.int64)[..., None]
-        at = torch.arange(count, device=parents.device)
+        at = torch.arange(parents.shape[-1], device=parents.device)
         if not bool(((above >= -1) & (above < at[:, None])).all()):
             raise RuleError("Tree parents must be -1 or the index of an earlier token of the tree")
-        seen = (at[:, None] == at).expand(*parents.shape, count).clone()
-        for token in range(count):
-            of_parent = seen.gather(
-                -2,
-                above[..., token : token + 1, :].clamp(min=0).expand(*parents.shape[:-1], 1, count),
-            )
-            seen[..., token, :] |= of_parent[..., 0, :] & (above[..., token, :] >= 0)
+        is_parent = above == at
+        seen = (at[:, None] == at).expand(is_parent.shape).clone()
+        for token in range(len(at)):
+            # Its parent comes before it, so that the parent's row is whole.
+            seen[..., token, :] |= (is_parent[..., token, :, None] & seen).any(-2)
         return Tree(seen, start)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
