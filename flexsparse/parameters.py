@@ -2,7 +2,7 @@
 
 A plain number inside a rule is a constant of the kernel: each new value would be a new compile.
 `lift` gives a copy of the rule whose numbers are 0-d tensors, so that a whole sweep runs one kernel.
-Closures are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
+Closures and tuples are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_NUMBER = 2**30
 def lift(mod: Any, *, closures: bool = True) -> Any:
     """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks).
 
-    ``closures=False`` leaves plain functions as they are: a number there may steer Python.
+    ``closures=False`` leaves functions and tuples as they are: a number there may steer Python.
     """
     if _is_record(mod):
         return _copied(mod, lambda value: _lifted(value, closures))
@@ -41,8 +41,6 @@ def moved(mod: Any, device: torch.device) -> Any:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
-        if type(value) is tuple:
-            return tuple(map(move, value))
         if _is_record(value):
             return _copied(value, move)
         return _rebuilt(value, move)
@@ -58,11 +56,11 @@ def _lifted(value: Any, closures: bool) -> Any:
         return _number(value, torch.float64)
     if _is_record(value):
         return _copied(value, lambda v: _lifted(v, closures))
-    if type(value) is tuple:
-        # A tuple of numbers is for Python to unpack; one of rules is what they are joined by.
-        return tuple(_lifted(v, closures) if _is_record(v) else v for v in value)
     if closures:
         return _rebuilt(value, lambda v: _lifted(v, closures))
+    if type(value) is tuple:
+        # Numbers there may be for Python to unpack; rules are not.
+        return tuple(_lifted(v, closures) if _is_record(v) else v for v in value)
     return value
 
 
@@ -91,7 +89,9 @@ def _copied(mod: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A function or partial that closes over changed values; anything else as it is."""
+    """A function, partial or tuple that holds changed values; anything else as it is."""
+    if type(value) is tuple:
+        return tuple(change(part) for part in value)
     if isinstance(value, functools.partial):
         return functools.partial(
             _rebuilt(value.func, change),
@@ -216,7 +216,9 @@ _ASKS = {"getattr", "globals", "vars", "eval", "exec", "__import__"}
 
 
 def _is_constant(read: Any) -> bool:
-    """A module whose contents nobody changes, or the class Tensor."""
+    """A module whose contents nobody changes, the class Tensor, or a helper of the gallery."""
+    if isinstance(read, FunctionType):
+        return read.__module__ in ("flexsparse.canvas", "flexsparse.rules") and settled(read)
     return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
 
 
@@ -228,6 +230,8 @@ def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
     """
     if isinstance(mod, Tensor | int | float | str | type(None)):
         return True
+    if type(mod) is tuple:
+        return all(map(settled, mod))
     if isinstance(mod, FunctionType):
         code = mod.__code__
         read = [mod.__globals__[n] for n in code.co_names if n in mod.__globals__]
@@ -237,8 +241,6 @@ def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
         # Functions may name each other.
         within = (*within, mod)
         return plain and all(any(x is w for w in within) or settled(x, within) for x in held_by)
-    if isinstance(mod, tuple):
-        return all(map(settled, mod))
     if not _is_record(mod):
         return False
     call = next((vars(c)["__call__"] for c in type(mod).__mro__ if "__call__" in vars(c)), None)
@@ -258,10 +260,6 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _named(part, seen)
-        return
     if isinstance(value, FunctionType):
         names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {name: _content(cell) for name, cell in names}
@@ -269,6 +267,9 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         parts |= {name: value.__globals__[name] for name in read if name in value.__globals__}
     elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
         parts = holdings(value)
+        for name, part in list(parts.items()):
+            if isinstance(part, tuple):
+                parts |= {f"{name}[{i}]": inner for i, inner in enumerate(part)}
     else:
         return
     for name, part in parts.items():
@@ -295,6 +296,8 @@ def describe(mod: Any) -> str:
     """
     if isinstance(mod, Tensor):
         return f"{str(mod.dtype).removeprefix('torch.')}{list(mod.shape)}"
+    if type(mod) is tuple:
+        return f"({', '.join(map(describe, mod))})"
     if isinstance(mod, functools.partial):
         return describe(mod.func)
     if (text := getattr(mod, "describe", None)) is not None and not isinstance(mod, type):
@@ -305,4 +308,5 @@ def describe(mod: Any) -> str:
     if isinstance(mod, FunctionType):
         code = mod.__code__
         return f"{mod.__name__} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
-    return repr(mod) if isinstance(mod, int | float | str | bool) else type(mod).__name__
+    plain = mod is None or isinstance(mod, int | float | str | bool)
+    return repr(mod) if plain else type(mod).__name__

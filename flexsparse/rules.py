@@ -177,6 +177,11 @@ def _grouped(rule: MaskRule) -> str:
     return f"({text})" if isinstance(rule, And | Or) else text
 
 
+def of_head(value: float | Tensor, h: Tensor) -> float | Tensor:
+    """A parameter that is the same for all heads, or the head's own of a tensor ``[Hq]``."""
+    return value[h] if isinstance(value, Tensor) and value.ndim == 1 else value
+
+
 def as_rule(value: object, argument: str = "rule") -> MaskRule | None:
     """What was given as a rule, as a rule; refuses what belongs in another argument."""
     if value is None or isinstance(value, MaskRule):

@@ -2,9 +2,13 @@
 
 Source: Press et al., "Train Short, Test Long", 2021, 3, https://arxiv.org/abs/2108.12409.
 
+Known elsewhere as: ``alibi_slopes`` of FlashAttention (whose bias falls for keys after the query too),
+linear biases of BLOOM and MPT.
+
 >>> import torch
 >>> at = torch.tensor
->>> Alibi(at([0.5]))(at(0.0), at(0), at(0), at(5), at(2)).item()
+>>> score = Alibi(at([0.5]))
+>>> score(at(0.0), at(0), at(0), at(5), at(2)).item()
 -1.5
 """
 

@@ -5,6 +5,9 @@ Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" 
 ``Causal() & (SlidingWindow(w) | AttentionSink(4))``; its renumbering of positions is a matter of the
 cache, not of the mask.
 
+Known elsewhere as: initial or sink tokens. A learned sink, as in gpt-oss, is no key: it is the ``sink=``
+of `flexsparse.attention`.
+
 >>> from flexsparse.masks.causal import Causal
 >>> from flexsparse.masks.sliding_window import SlidingWindow
 >>> from flexsparse.viz import picture
@@ -26,7 +29,7 @@ from flexsparse.rules import MaskRule
 
 @dataclass(frozen=True, eq=False)
 class AttentionSink(MaskRule):
-    """The first ``size`` keys, whoever asks: join it to a causal rule."""
+    """The first ``size`` keys, whoever asks: join it to a causal rule. ``size``: keys."""
 
     size: int = 4
 

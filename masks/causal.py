@@ -2,6 +2,9 @@
 
 Source: Vaswani et al., "Attention Is All You Need", 2017, 3.2.3, https://arxiv.org/abs/1706.03762.
 
+Known elsewhere as: ``is_causal`` of SDPA, aligned to the last query and key (lower right) as in
+FlashAttention; autoregressive or decoder mask.
+
 >>> from flexsparse.viz import picture
 >>> print(picture(Causal(), 4))
 #...

@@ -1,7 +1,9 @@
 """Document: packed sequences that do not see each other.
 
-Known as packing, jagged or varlen attention. Source: Krell et al., "Efficient Sequence Packing
-without Cross-contamination", 2021, https://arxiv.org/abs/2107.02027.
+Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021,
+https://arxiv.org/abs/2107.02027.
+
+Known elsewhere as: packing, jagged or varlen attention, ``cu_seqlens`` of FlashAttention, segment ids.
 
 >>> import torch
 >>> from flexsparse.viz import picture
@@ -16,10 +18,9 @@ without Cross-contamination", 2021, https://arxiv.org/abs/2107.02027.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_table
 from flexsparse.rules import MaskRule
 
 
@@ -34,14 +35,7 @@ class Document(MaskRule):
     document_of: Tensor
 
     def __post_init__(self) -> None:
-        ids = self.document_of
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise ArgumentError(f"Document document_of must be an int tensor, got {given}")
-        if ids.ndim not in (1, 2):
-            raise ArgumentError(
-                f"Document document_of must be [kv_len] or [B, kv_len], got {list(ids.shape)}"
-            )
+        check_table("Document", "document_of", self.document_of, "int", "[kv_len]", "[B, kv_len]")
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         ids = self.document_of

@@ -1,11 +1,15 @@
 """Head bias: a learned bias for each head and distance, one entry a relative position.
 
 Source: Shaw et al., "Self-Attention with Relative Position Representations", 2018, in the additive
-form of Raffel et al., "T5", 2020, 2.1 (without its logarithmic buckets).
+form of Raffel et al., "T5", 2020, 2.1 (without its logarithmic buckets: those are `T5Bias`),
+https://arxiv.org/abs/1803.02155.
+
+Known elsewhere as: relative position bias, relative attention bias.
 
 >>> import torch
 >>> at = torch.tensor
->>> HeadBias(torch.tensor([[0.0, 1.0, 2.0]]))(at(0.0), at(0), at(0), at(9), at(4)).item()
+>>> score = HeadBias(torch.tensor([[0.0, 1.0, 2.0]]))
+>>> score(at(0.0), at(0), at(0), at(9), at(4)).item()
 2.0
 """
 
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_table
 from flexsparse.scores import ScoreRule
 
 
@@ -28,9 +32,7 @@ class HeadBias(ScoreRule):
     bias: Tensor
 
     def __post_init__(self) -> None:
-        given = self.bias
-        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim != 2:
-            raise ArgumentError("HeadBias bias must be a float tensor [Hq, distances]")
+        check_table("HeadBias", "bias", self.bias, "float", "[Hq, distances]")
 
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor

@@ -1,5 +1,10 @@
 r"""Left padding: sequences of several lengths in one batch, padded at the start, as for generation.
 
+Source: no paper; the convention of batched generation, as in
+https://huggingface.co/docs/transformers/llm_tutorial.
+
+Known elsewhere as: ``padding_side="left"``, ``attention_mask`` of transformers.
+
 >>> import torch
 >>> from flexsparse.viz import picture
 >>> print("two of padding:", picture(LeftPadding(torch.tensor([2])), 4), sep="\n")
@@ -12,10 +17,9 @@ two of padding:
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_table
 from flexsparse.rules import MaskRule
 
 
@@ -29,12 +33,7 @@ class LeftPadding(MaskRule):
     padding: Tensor
 
     def __post_init__(self) -> None:
-        given = self.padding
-        if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
-            raise ArgumentError(f"LeftPadding padding must be an int tensor [B], got {kind}")
-        if given.ndim != 1:
-            raise ArgumentError(f"LeftPadding padding must be [B], got shape {list(given.shape)}")
+        check_table("LeftPadding", "padding", self.padding, "int", "[B]")
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         first = self.padding[b]

@@ -2,6 +2,9 @@
 
 Source: Raffel et al., "T5", 2020, 3.2.1, https://arxiv.org/abs/1910.10683.
 
+Known elsewhere as: non-causal decoder, bidirectional prefix; PaliGemma's mask. Several bidirectional
+spans are `Multimodal`.
+
 >>> from flexsparse.viz import picture
 >>> print(picture(PrefixLM(3), 5))
 ###..
@@ -24,7 +27,7 @@ from flexsparse.rules import MaskRule
 class PrefixLM(MaskRule):
     """Keys before ``prefix``, and keys at or before the query.
 
-    ``prefix``: an int, or an int tensor ``[B]``. 0 and 1 are causal; the whole length is full.
+    ``prefix``: positions, an int or int ``[B]``. 0 and 1 are causal; the whole length is full.
     """
 
     prefix: int | Tensor

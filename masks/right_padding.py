@@ -1,5 +1,10 @@
 """Right padding: sequences of several lengths in one batch, padded at the end.
 
+Source: no paper; the ``key_padding_mask`` of torch,
+https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html.
+
+Known elsewhere as: ``seq_lens``, ``cache_seqlens`` of FlashAttention, ``attention_mask`` of transformers.
+
 >>> import torch
 >>> from flexsparse.viz import picture
 >>> print(picture(RightPadding(torch.tensor([2])), 4))
@@ -11,10 +16,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import check_table
 from flexsparse.rules import MaskRule
 
 
@@ -28,12 +32,7 @@ class RightPadding(MaskRule):
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        given = self.lengths
-        if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
-            raise ArgumentError(f"RightPadding lengths must be an int tensor [B], got {kind}")
-        if given.ndim != 1:
-            raise ArgumentError(f"RightPadding lengths must be [B], got shape {list(given.shape)}")
+        check_table("RightPadding", "lengths", self.lengths, "int", "[B]")
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         length = self.lengths[b]

@@ -1,6 +1,10 @@
 """Sliding window: a query sees itself and the keys just before it.
 
-Source: Beltagy et al., "Longformer", 2020, 3.1, https://arxiv.org/abs/2004.05150 (its causal half).
+Source: Beltagy et al., "Longformer", 2020, 3.1, https://arxiv.org/abs/2004.05150 (its causal half);
+Jiang et al., "Mistral 7B", 2023, 2, https://arxiv.org/abs/2310.06825.
+
+Known elsewhere as: local attention, ``sliding_window`` of Mistral, Gemma and gpt-oss,
+``window_size=(size - 1, 0)`` of FlashAttention.
 
 >>> from flexsparse.viz import picture
 >>> print(picture(SlidingWindow(size=3), 6))
@@ -24,7 +28,7 @@ from flexsparse.rules import MaskRule
 class SlidingWindow(MaskRule):
     """The last ``size`` keys, the query's own among them; causal by itself.
 
-    ``size=1`` is the diagonal. FlashAttention's ``window_size=(w, 0)`` is ``size=w + 1`` here.
+    ``size``: keys; 1 is the diagonal. FlashAttention's ``window_size=(w, 0)`` is ``size=w + 1`` here.
     """
 
     size: int

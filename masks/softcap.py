@@ -1,10 +1,15 @@
 """Softcap: scores bent to stay within a cap.
 
-Source: Gemma Team, "Gemma 2", 2024, 2 (logit soft-capping), https://arxiv.org/abs/2408.00118.
+Source: Gemma Team, "Gemma 2", 2024, 2 (logit soft-capping), https://arxiv.org/abs/2408.00118;
+Bello et al., "Neural Combinatorial Optimization", 2016, A.1, https://arxiv.org/abs/1611.09940.
+
+Known elsewhere as: logit soft-capping, ``attn_logit_softcapping`` of Gemma 2 (50), ``max_attn_val`` of
+Grok-1 (30), ``softcap`` of FlashAttention.
 
 >>> import torch
+>>> score = Softcap(2.0)
 >>> zero = torch.tensor(0)
->>> round(Softcap(2.0)(torch.tensor(100.0), zero, zero, zero, zero).item(), 4)
+>>> round(score(torch.tensor(100.0), zero, zero, zero, zero).item(), 4)
 2.0
 """
 
@@ -19,7 +24,7 @@ from flexsparse.scores import ScoreRule
 
 @dataclass(frozen=True, eq=False)
 class Softcap(ScoreRule):
-    """``cap * tanh(score / cap)``. Masking comes after it, so that nothing hidden leaks through."""
+    """``cap * tanh(score / cap)``; ``cap``: in units of the scaled score, positive. Masking comes after it, so that nothing hidden leaks through."""
 
     cap: float
 

@@ -15,7 +15,7 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes trees grid device",
+    "errors shapes trees grid canvas device",
     "recording parameters tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning viz",
     "address program coverage occupancy selectors",
@@ -23,7 +23,7 @@ LAYERS = [
     "backends choice plan planning",
     "attention",
     "checking samples",
-    "experiment cli __main__",
+    "experiment gallery cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.
@@ -79,7 +79,7 @@ def test_arrows_point_upward(path: Path) -> None:
 
 
 def test_the_gallery_imports_rules_scores_and_torch_only() -> None:
-    allowed = {"errors", "rules", "scores", "masks"}
+    allowed = {"errors", "canvas", "rules", "scores", "masks"}
     for path in sorted((PACKAGE / "masks").glob("*.py")):
         assert {r for r, _ in imports(path)} <= allowed, path.name
 

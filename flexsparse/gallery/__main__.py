@@ -1,0 +1,11 @@
+"""Writes the page: ``python -m flexsparse.gallery [FILE]``, by default gallery.html."""
+
+import sys
+from pathlib import Path
+
+from flexsparse.gallery.page import write_page
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "gallery.html")
+    write_page(path)
+    print(path)
