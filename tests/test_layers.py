@@ -23,7 +23,7 @@ LAYERS = [
     "backends choice plan",
     "attention",
     "checking samples",
-    "experiment cli __main__",
+    "experiment verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.
