@@ -87,7 +87,7 @@ def test_print_config_runs_nothing(shell: Shell) -> None:
         (["rum"], "No such command 'rum'."),
         (["check", "./absent.py:X"], "there is no file ./absent.py"),
         (["check", "sliding_window"], "sliding_window needs size"),
-        (["check", "sliding_window", "size=a"], "size: must be a valid integer, got 'a'"),
+        (["check", "sliding_window", "size=a"], "size: must be an integer, got 'a'"),
         (["check", "sliding_window", "size=0"], "size: SlidingWindow size must be at least 1"),
         (["check", "sliding_window", "size"], "argument 'size': an override is key=value"),
     ],

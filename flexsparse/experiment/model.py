@@ -81,11 +81,16 @@ def capture(model: Any, ids: Tensor, layers: Collection[int]) -> dict[int, QKV]:
     return caught
 
 
+def default_text() -> str:
+    """English prose about Python."""
+    return "\n\n".join(topics.values())[FIRST:LAST]
+
+
 def _text(given: ModelInput, beside: Path) -> str:
     if given.text is not None:
         return given.text
     if given.text_file is None:
-        return "\n\n".join(topics.values())[FIRST:LAST]
+        return default_text()
     try:
         return find_file(given.text_file, beside).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
