@@ -21,6 +21,18 @@ rows:
   - {name: quest, rule: causal, select: {quest: {block: 16, keep: 2, q_block: 16}}, tile: [16, 32]}
 """
 
+EVERY_NTH = """
+from dataclasses import dataclass
+from flexsparse import MaskRule
+
+@dataclass(frozen=True, eq=False)
+class EveryNth(MaskRule):
+    n: int
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx % self.n == 0
+"""
+
 
 def written(tmp_path: Path, text: str, *overrides: str) -> Experiment:
     file = tmp_path / "c.yaml"

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
-from experiments import SMALL, refused, written
+from experiments import EVERY_NTH, SMALL, refused, written
 
 import flexsparse as fs
-from flexsparse.experiment.build import build_rule, build_score, build_selector
+from flexsparse.errors import ConfigError
+from flexsparse.experiment.build import build_rule, build_score, build_selector, parameters
+from flexsparse.experiment.config import Config, Row
+from flexsparse.experiment.form import FORM
+from flexsparse.experiment.load import load
+from flexsparse.experiment.run import run
+from flexsparse.experiment.schema import schema
 from flexsparse.experiment.source import Source, dump, parse
 from flexsparse.masks import Causal, SlidingWindow
-
+from flexsparse.resolve import Kind, gallery
 
 # ---- YAML, read strictly
 
@@ -221,3 +229,230 @@ def test_a_selector_that_is_none() -> None:
     assert [said for _, said in source.problems] == ["must be a Selector, got Alibi"]
 
 
+# ---- the form that help and README show
+
+
+def test_the_form_of_help_and_readme_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERY_NTH)
+    made = written(tmp_path, FORM)
+    assert [case.row.name for case in made.cases] == ["window", "own + sinks", "quest"]
+    assert FORM in (Path(__file__).parent.parent / "README.md").read_text()
+    assert 10 <= len(FORM.splitlines()) <= 22
+
+
+def test_a_file_is_looked_for_beside_the_configuration_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for folder, n in ((beside, 2), (here, 3)):
+        folder.mkdir()
+        (folder / "mine.py").write_text(EVERY_NTH.replace("n: int", f"n: int = {n}"))
+    (here / "other.py").write_text(EVERY_NTH.replace("n: int", "n: int = 5"))
+    monkeypatch.chdir(here)
+    text = SMALL + (
+        '  - {name: a, rule: "./mine.py:EveryNth"}\n  - {name: b, rule: "other.py:EveryNth"}\n'
+    )
+    made = written(beside, text)
+    assert [case.rule.n for case in made.cases[3:]] == [2, 5]
+    (told,) = refused(beside, text.replace("other.py", "absent.py"))
+    assert f"there is no file absent.py in {beside} or {here}" in told
+    # What is printed runs from the current folder.
+    (here / "printed.yaml").write_text(made.as_yaml())
+    assert [case.rule.n for case in load(here / "printed.yaml").cases[3:]] == [2, 5]
+
+
+def test_the_printed_configuration_leaves_nothing_to_defaults(tmp_path: Path) -> None:
+    data = yaml.safe_load(written(tmp_path, SMALL).as_yaml())
+    assert data["input"]["random"] == {
+        "batch": 1, "heads": 4, "kv_heads": 2, "q_len": 80, "kv_len": 80, "head_dim": 16
+    }  # fmt: skip
+    assert data["baseline"] == "causal" and data["seed"] == 0 and data["check"] is True
+    quest = {"block": 16, "keep": 2, "q_block": 16, "heads": "kv"}
+    assert data["rows"][2]["select"] == {"quest": quest}
+    assert set(data["rows"][0]) == set(Row.model_fields)
+
+
+def test_the_hash_speaks_of_values_and_of_the_files_they_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERY_NTH)
+    text = SMALL + '  - {name: a, rule: {"mine.py:EveryNth": {n: 2}}}\n'
+    before = written(tmp_path, text)
+    assert written(tmp_path, text).sha256 == before.sha256
+    assert written(tmp_path, text, "repeats=2").sha256 != before.sha256
+    (tmp_path / "mine.py").write_text(EVERY_NTH + "# other\n")
+    assert written(tmp_path, text).sha256 != before.sha256
+
+
+# ---- overrides by a row's name
+
+
+def test_a_row_is_reached_by_name_and_by_number(tmp_path: Path) -> None:
+    text = SMALL.replace("name: dense", "name: v1.5 dense")
+    made = written(
+        tmp_path, text, "rows.window.tile=32", "rows.v1.5 dense.tile=64", "rows.2.tile=16"
+    )
+    assert [case.row.tile for case in made.cases] == [64, 32, 16]
+    (told,) = refused(tmp_path, text, "rows.windw.tile=32")
+    assert told.endswith("not 'windw' (did you mean 'window'?)")
+
+
+def test_file_and_overrides_are_blamed_together(tmp_path: Path) -> None:
+    told = refused(
+        tmp_path,
+        SMALL + "rows: []\nsed: 1\n",
+        "rows.9.tile=3",
+        "tile",
+        "dtype=fp8",
+        "rows.0.tile=[",
+    )
+    assert len(told) == 6
+    for words in (
+        "rows: written a second time at line 9, column 1",
+        "c.yaml:10:1: sed: unknown key (did you mean 'seed'?)",
+        "argument 'dtype=fp8': dtype: must be float16, bfloat16, float32 or float64, got 'fp8'",
+        "argument 'rows.9.tile=3': rows has the entries 0 to 2",
+        "argument 'tile': an override is key=value",
+        "argument 'rows.0.tile=[':1:2: not YAML",
+    ):
+        assert sum(words in line for line in told) == 1, words
+
+
+# ---- faults, planted one by one and by the dozen
+
+
+def test_eight_faults_are_eight_lines(tmp_path: Path) -> None:
+    told = refused(
+        tmp_path,
+        """\
+name: planted
+input: {random: {heads: 6, kv_heads: 4, q_len: 64}}
+dtype: float23
+sede: 3
+repeats: 0
+repeats: 5
+rows:
+  - name: a
+    rule: {sliding_window: {size: 1e-3}}
+  - name: b
+    rule: {sliding_windw: {size: 4}}
+  - name: c
+    tile: [16, 16, 16]
+""",
+    )
+    assert [line.split(": ")[0] for line in told] == [
+        f"c.yaml:{at}" for at in ("2:9", "3:1", "4:1", "5:1", "5:1", "9:29", "11:12", "13:5")
+    ]
+    assert [line.split(": ", 2)[1] for line in told] == [
+        "input.random", "dtype", "sede", "repeats", "repeats", "rows.0.rule.sliding_window.size",
+        "rows.1.rule.sliding_windw", "rows.2.tile",
+    ]  # fmt: skip
+    for line, words in zip(
+        told,
+        (
+            "heads must be a multiple of kv_heads, got 6 and 4",
+            "got 'float23' (did you mean 'float32'?)",
+            "unknown key (did you mean 'seed'?)",
+            "written a second time at line 6, column 1",
+            "must be at least 1, got 0",
+            "must be an integer, got 0.001",
+            "did you mean 'sliding_window'?",
+            "tile must be",
+        ),
+        strict=True,
+    ):
+        assert words in line
+
+
+def mutations() -> list[str]:
+    """The small experiment, broken in many ways."""
+    whole = yaml.safe_load(SMALL)
+    paths = [
+        ("name",), ("input",), ("input", "random"), ("input", "random", "heads"),
+        ("input", "random", "q_len"), ("repeats",), ("rows",), ("rows", 0), ("rows", 0, "name"),
+        ("rows", 1, "rule"), ("rows", 1, "rule", "sliding_window"),
+        ("rows", 1, "rule", "sliding_window", "size"), ("rows", 1, "tile"), ("rows", 2, "select"),
+        ("rows", 2, "select", "quest", "keep"), ("rows", 2, "tile"),
+    ]  # fmt: skip
+    values = [None, [], [1, [2]], {}, {"a": 1}, "text", -7, 10**30, 1e300, math.nan, True, ""]
+    made = []
+    for i, path in enumerate(paths):
+        dropped, typo = copy.deepcopy(whole), copy.deepcopy(whole)
+        holder, misspelt = dropped, typo
+        for key in path[:-1]:
+            holder, misspelt = holder[key], misspelt[key]
+        value = holder.pop(path[-1])
+        if isinstance(misspelt, dict):
+            misspelt[f"{path[-1]}x"] = misspelt.pop(path[-1])
+        made += [dump(dropped), dump(typo)]
+        for j in range(4):
+            changed = copy.deepcopy(whole)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = [value] if j == 3 else values[(3 * i + j) % len(values)]
+            made.append(dump(changed))
+    lines = SMALL.splitlines()
+    made += [
+        "", "\n\n", "# nothing\n", "just words", "- a\n- b\n", "42", "null", "\x00", "a: \x07",
+        "\ufeff" + SMALL, "%YAML 3.0\n---\n" + SMALL, SMALL + "---\n" + SMALL, "*nobody", "a: *b",
+        "[" * 5000, "{" * 5000, "a: " * 300, SMALL.replace("  ", "\t"), SMALL.replace(":", ""),
+        SMALL.replace("}", ""), SMALL.replace("{", ""), SMALL.replace("'", '"') + "'", SMALL[:-30],
+        SMALL + "  - {name: x, rule: &a {and: [*a]}}\n", "? [1]\n: 2\n" + SMALL, "1: 2\n" + SMALL,
+        SMALL + "  - {name: x, rule: !!binary aGk=}\n", SMALL + "  - {name: x, rule: !!set {causal}}\n",
+        SMALL + "  - {name: x, rule: !!python/object:os.system {}}\n",
+        SMALL + "  - {name: x, rule: 'os:system'}\n", SMALL + "  - {name: x, rule: ':'}\n",
+        SMALL + "  - {name: x, rule: '.py:A'}\n", SMALL + "  - {name: x, rule: 'a..b:c'}\n",
+        SMALL + "  - {name: x, rule: 'math:pi'}\n", SMALL + "  - {name: x, rule: {'builtins:dict': {}}}\n",
+        SMALL + f"seed: {'9' * 5000}\n", SMALL + "seed: 1e400\n", SMALL + "baseline: {or: []}\n",
+        SMALL + "  - {name: x, rule: {not: {not: {not: causal}}}}\n",
+        "x0: &x0 [a, a]\n" + "".join(f"x{i + 1}: &x{i + 1} [{', '.join([f'*x{i}'] * 9)}]\n" for i in range(9)),
+        *("\n".join(lines[:i] + [lines[i] + lines[i]] + lines[i + 1 :]) for i in range(1, len(lines))),
+        *("\n".join(lines[:i] + lines[i + 1 :]) for i in range(1, len(lines))),
+    ]  # fmt: skip
+    return made
+
+
+def test_a_broken_configuration_is_never_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = refused_ = 0
+    for text in mutations():
+        try:
+            made = written(tmp_path, text)
+            # Where the mutant lost its input, the sample of 1024 tokens stands in: valid, but slow.
+            small_ = made.config.input.sample is None
+            rows = run(made, tmp_path / "out") if small_ else []
+        except ConfigError as error:
+            refused_ += 1
+            for line in str(error).splitlines():
+                assert len(line) < 500, line
+                assert "c.yaml" in line, line
+                for words in PYDANTIC:
+                    assert words not in line, line
+        else:
+            ran += 1
+            assert all(row["status"] == "ok" or "\n" not in row["error"] for row in rows)
+    assert ran >= 10 and refused_ >= 80
+
+
+# What the validator says where nobody words it anew.
+PYDANTIC = (
+    "Input should", "valid integer", "valid string", "valid list", "valid number", "Field required",
+    "Extra inputs", "errors.pydantic.dev", "List should", "String should", "pydantic", "Value error",
+    "must be what its type says",
+)  # fmt: skip
+
+
+# ---- the schema for editors
+
+
+def test_the_schema_names_every_key_and_part() -> None:
+    made = schema()
+    assert set(made["properties"]) == set(Config.model_fields)
+    assert set(made["$defs"]["Row"]["properties"]) == set(Row.model_fields)
+    for kind in get_args(Kind):
+        written_ = json.dumps(made["$defs"][kind])
+        for name, found in gallery(kind).items():
+            assert f'"{name}": {{' in written_
+            for argument in parameters(found):
+                assert f'"{argument}"' in written_

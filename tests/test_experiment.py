@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from experiments import SMALL, lines, written
+from experiments import EVERY_NTH, SMALL, lines, written
+from rich.console import Console
 from safetensors.torch import save_file
 
 import flexsparse as fs
 from flexsparse.checking import Report
 from flexsparse.errors import ConfigError
 from flexsparse.experiment import row as row_module
-from flexsparse.experiment.config import Input
+from flexsparse.experiment.config import Input, RandomInput
 from flexsparse.experiment.inputs import load_inputs
-from flexsparse.experiment.quality import quality
 from flexsparse.experiment.load import load
+from flexsparse.experiment.quality import quality
 from flexsparse.experiment.run import run
-from flexsparse.experiment.table import TABLES, cells
+from flexsparse.experiment.table import TABLES, cells, print_table
 from flexsparse.experiment.verdict import verdict
 from flexsparse.masks import Causal, SlidingWindow
 
@@ -63,6 +66,80 @@ def test_random_inputs_follow_the_seed() -> None:
     assert q.shape == (1, 4, 5, 64) and k.shape == v.shape == (1, 2, 9, 64)
     assert torch.equal(q, load_inputs(given, torch.float16, device, 3)[0])
     assert not torch.equal(q, load_inputs(given, torch.float16, device, 4)[0])
+
+
+def test_no_more_is_drawn_than_the_machine_holds() -> None:
+    shape = RandomInput(heads=1, q_len=2**30, head_dim=80)
+    with pytest.raises(ConfigError, match=r"take 960 GiB, more than the"):
+        load_inputs(Input(random=shape), torch.float32, torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="would take 3 TiB"):
+        RandomInput(heads=1024, q_len=2**20, head_dim=256)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers with random weights, scores scaled in its own way, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GraniteConfig, GraniteModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    model = GraniteModel(
+        GraniteConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=8, attention_multiplier=0.5,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["?", "a", "b", "c", "d"])}, "?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def test_a_models_layer_is_what_enters_its_attention(tiny: Path) -> None:
+    from transformers import AutoModel
+
+    (tiny.parent / "words.txt").write_text("a b c a d a b c d d")
+    given = {"name": "tiny", "layer": 1, "tokens": 9, "text_file": "words.txt"}
+    model_input = Input.model_validate({"model": given})
+    q, k, v = load_inputs(model_input, torch.float32, torch.device("cpu"), 0, tiny.parent)
+    assert q.shape == (1, 4, 9, 8) and k.shape == v.shape == (1, 2, 9, 8)
+    # The model's own attention weights are those of the captured q and k.
+    model = AutoModel.from_pretrained(tiny, attn_implementation="eager")
+    ids = torch.tensor([[1, 2, 3, 1, 4, 1, 2, 3, 4]])
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions[1]
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    mine = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    assert torch.allclose(mine, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "tiny", "layer": 2}, "layer must be 0 to 1 in tiny, got 2"),
+        ({"name": "tiny", "layer": 0, "text": "a b", "tokens": 3}, "tokens must be at most 2"),
+        ({"name": "./absent", "layer": 0}, "cannot load ./absent: "),
+        ({"name": "tiny", "layer": 0, "text_file": "none.txt"}, "there is no file none.txt"),
+    ],
+)
+def test_a_model_that_cannot_be_captured(tiny: Path, given: dict[str, Any], words: str) -> None:
+    model_input = Input.model_validate({"model": given})
+    with pytest.raises(ConfigError) as caught:
+        load_inputs(model_input, torch.float32, torch.device("cpu"), 0, tiny.parent)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_transformers_the_error_names_the_extra(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model_input = Input.model_validate({"model": {"name": str(tiny), "layer": 0}})
+    with pytest.raises(ConfigError, match=r"pip install 'flexsparse\[hf\]'"):
+        load_inputs(model_input, torch.float32, torch.device("cpu"), 0)
 
 
 # ---- what a row keeps of dense attention
@@ -213,6 +290,41 @@ def test_other_baselines_and_offsets(tmp_path: Path) -> None:
     rows = run(full, tmp_path / "out")
     assert rows[0]["dense"]["pairs"] == 4 * 80 * 80 and rows[0]["mass_kept"] < 1
     assert "check" not in rows[0]
+
+
+def test_what_a_reader_must_know_is_said_beside_the_figures(tmp_path: Path) -> None:
+    made = written(
+        tmp_path, SMALL, "rows.0.rule=null", "rows.quest.select.quest.keep=99",
+        "rows.window.score={softcap: {cap: 3.0}}",
+    )  # fmt: skip
+    full, window, quest = run(made, tmp_path / "out")
+    (note,) = full["notes"]
+    assert full["pairs_outside"] == 4 * 80 * 79 // 2
+    assert note.startswith(
+        "sees 12,640 pairs (49.4% of its own) that the baseline Causal() does not"
+    )
+    assert "baseline: null" in note
+    assert "has a score, which the baseline has not" in window["notes"][0]
+    assert quest["pairs_dropped"] == 0 and "keeps every block" in quest["notes"][0]
+    page = (tmp_path / "out" / "report.html").read_text()
+    shown = io.StringIO()
+    print_table([full, window, quest], Console(file=shown, width=100))
+    for text in (page, shown.getvalue()):
+        assert "dense *" in text and "quest *" in text
+        assert "baseline: Causal()" in text and "Baseline (dense attention): Causal(), by" in text
+        for words in ("12,640 pairs", "every block", "the baseline has not"):
+            assert words in " ".join(text.split())
+    assert [run(written(tmp_path, SMALL), tmp_path / "o")[i]["notes"] for i in range(3)] == [[]] * 3
+
+
+def test_a_baseline_that_cannot_run_fails_every_row(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERY_NTH)
+    made = written(tmp_path, SMALL, 'baseline={"mine.py:EveryNth": {n: 0}}')
+    rows = run(made, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["failed"] * 3
+    for row in rows:
+        assert row["error"].startswith("the baseline cannot run: ") and "mine.py:10" in row["error"]
+    assert "No baseline was timed." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_bad_inputs_are_blamed_before_anything_is_written(tmp_path: Path) -> None:

@@ -22,6 +22,13 @@ from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selectors.base import Selector
 
+# What is said of a key that must be given, by how deep it stands.
+_MEANT = {
+    (1, "name"): ": the experiment needs one, as it names the folder of results",
+    (1, "rows"): ": give a list, such as [{name: window, rule: {sliding_window: {size: 64}}}]",
+    (3, "name"): ": every row needs one of its own",
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -118,8 +125,7 @@ def _told(error: Mapping[str, Any]) -> tuple[At, str]:
         known = keys(at[:-1])
         return at, f"unknown key{did_you_mean(str(at[-1]), known)}; known are {', '.join(known)}"
     if error["type"] == "missing":
-        meant = f"{at[-1]} is missing"
-        return at[:-1], meant + _example(str(at[-1]))
+        return at[:-1], f"{at[-1]} is missing{_MEANT.get((len(at), str(at[-1])), '')}"
     if error["type"] == "model_type":
         given = error["input"]
         said = "the file is empty" if given is None and not at else f"got {shown(given)}"
@@ -127,13 +133,6 @@ def _told(error: Mapping[str, Any]) -> tuple[At, str]:
     if error["type"] == "value_error":
         return at, str(error["ctx"]["error"])
     return at, worded([error])
-
-
-def _example(key: str) -> str:
-    return {
-        "name": ": it names the folder of results, or the row",
-        "rows": ": give a list of rows, such as [{name: window, rule: {sliding_window: {size: 64}}}]",
-    }.get(key, "")
 
 
 def keys(at: At) -> list[str]:

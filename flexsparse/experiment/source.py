@@ -227,8 +227,8 @@ def _value(
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_object(node)
-        except ValueError as error:
-            source.note(at, str(error))
+        except ValueError:
+            source.note(at, "is no number that can be read: it has too many digits")
             return None
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
