@@ -105,7 +105,7 @@ rows:
         "c.yaml:10:37: rows.1.rule.and.1.sliding_window.size: must be an integer, got 'big'",
         "c.yaml:11:5: rows.1.tile: tile must be at least 16, got 8",
         "c.yaml:12:5: rows.1.fallback: must be self or {local: n}",
-        "c.yaml:13:22: rows.2.rule.sliding_window: arguments must be a mapping",
+        "c.yaml:13:22: rows.2.rule.sliding_window: arguments have names: write {sliding_window: {size: 4}}",
         "c.yaml:13:59: rows.2.select.quest.keep: must be an integer, got 1.5",
         "c.yaml:13:72: rows.2.score: causal is a rule, not a score",
         "c.yaml:14:15: rows.3.q_offset: must be an integer, got 1.5",
@@ -314,6 +314,23 @@ def test_file_and_overrides_are_blamed_together(tmp_path: Path) -> None:
         "argument 'rows.0.tile=[':1:2: not YAML",
     ):
         assert sum(words in line for line in told) == 1, words
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rows.0.rule={sliding_window: 128}", "write {sliding_window: {size: 128}}, not"),
+        ("rows.0.rule=causal & causal", "rules are joined by {and: [rule, …]}"),
+        ("rows.0.rule=[causal, causal]", "rules are joined by {and: [rule, …]}"),
+        ("rows.0.rule=sliding_window(128)", "its arguments beside it, {name: {argument: value}}"),
+        ("baseline=none", "write null for no rule"),
+    ],
+)
+def test_what_newcomers_write_is_answered_by_what_is_meant(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    (told,) = refused(tmp_path, SMALL, override)
+    assert words in told
 
 
 # ---- faults, planted one by one and by the dozen

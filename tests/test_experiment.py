@@ -310,7 +310,7 @@ def test_what_a_reader_must_know_is_said_beside_the_figures(tmp_path: Path) -> N
     shown = io.StringIO()
     print_table([full, window, quest], Console(file=shown, width=100))
     for text in (page, shown.getvalue()):
-        assert "dense *" in text and "quest *" in text
+        assert "dense\u00a0*" in text and "quest\u00a0*" in text
         assert "baseline: Causal()" in text and "Baseline (dense attention): Causal(), by" in text
         for words in ("12,640 pairs", "every block", "the baseline has not"):
             assert words in " ".join(text.split())
@@ -347,7 +347,7 @@ def test_the_quickstart_is_valid() -> None:
 def record(name: str, promised: float, got: float, backend: str = "flex") -> dict[str, Any]:
     return {
         "name": name, "status": "ok", "promised": promised, "got": got, "backend": backend,
-        "delivered": got / promised, "mass_kept": 0.5,
+        "delivered": got / promised, "mass_kept": 0.5, "pairs_outside": 0,
     }  # fmt: skip
 
 
@@ -364,3 +364,12 @@ def test_verdict(rows: list[dict[str, Any]], start: str) -> None:
     assert verdict(rows).startswith(start)
     assert "plain torch" not in verdict(rows)
     assert "plain torch" in verdict([*rows, record("c", 1, 1, "tiles")])
+
+
+def test_only_right_rows_within_the_baseline_answer() -> None:
+    other = record("other", 4, 4) | {"pairs_outside": 3}
+    wrong = record("wrong", 4, 4) | {"status": "wrong"}
+    said = verdict([other, wrong, record("a", 4, 0.5)])
+    assert said.startswith("No: 'a' came closest") and "Wrong: wrong." in said
+    assert "Left out, as they see pairs outside the baseline: other." in said
+    assert verdict([other, wrong]).startswith("There is no answer")

@@ -33,6 +33,8 @@ from flexsparse.selectors.base import Selector
 
 T = TypeVar("T")
 
+_JOINED = "; rules are joined by {and: [rule, …]}, {or: [rule, …]} and {not: rule}"
+
 
 def build_rule(spec: object, at: At, source: Source) -> MaskRule | None:
     """The rule, or None with a note of what is wrong with it."""
@@ -79,19 +81,20 @@ def build_part(spec: object, kind: Kind | None, at: At, source: Source) -> Any:
         at = (*at, name)
     if not isinstance(name, str):
         what = kind or "rule, score or selector"
-        source.note(
-            at, f"must be the name of a {what}, or {{name: {{argument: value}}}}, got {shown(spec)}"
-        )
+        said = f"must be the name of a {what}, or {{name: {{argument: value}}}}, got {shown(spec)}"
+        source.note(at, said + (_JOINED if kind == "rule" else ""))
         return None
     try:
         found = resolve(name, kind, source.folder)
     except ConfigError as error:
-        source.note(at, str(error))
+        source.note(at, _meant(name, kind) or str(error))
         return None
     if arguments is None and not isinstance(found, type):
         return found
     if arguments is not None and not isinstance(arguments, dict):
-        source.note(at, f"arguments must be a mapping, {{argument: value}}, got {shown(arguments)}")
+        first = next(iter(parameters(found)), "argument")
+        form = f"{{{name}: {{{first}: {shown(arguments)}}}}}"
+        source.note(at, f"arguments have names: write {form}, not {{{name}: {shown(arguments)}}}")
         return None
     return _called(found, name, arguments or {}, at, source)
 
@@ -136,6 +139,17 @@ def _called(found: Any, name: str, arguments: dict[str, Any], at: At, source: So
     # The place of the argument that the sentence speaks of, if it speaks of one.
     meant = [key for key in clean if re.search(rf"\b{re.escape(key)}\b", said)]
     source.note((*at, meant[0]) if len(meant) == 1 else at, said)
+    return None
+
+
+def _meant(name: str, kind: Kind | None) -> str | None:
+    """What to write for a name that a newcomer gives to something else."""
+    said = f"no {kind} is named {name!r}: "
+    if name.lower() in ("none", "full", "dense"):
+        return f"{said}write null for no {kind}"
+    if re.search(r"[&|~()]", name) and ":" not in name:
+        form = "a name stands alone, and its arguments beside it, {name: {argument: value}}"
+        return f"{said}{form}{_JOINED}"
     return None
 
 

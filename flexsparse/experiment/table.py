@@ -198,7 +198,7 @@ def lines(
             name += f", q_offset {dense['q_offset']}" if several else ""
             found.append((name, "baseline", [column.base(dense) for column in columns]))
     for row in rows:
-        star = " *" if row.get("notes") else ""
+        star = "\u00a0*" if row.get("notes") else ""
         found.append((row["name"] + star, row["status"], cells(row, columns)))
     return found
 

