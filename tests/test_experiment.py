@@ -259,6 +259,17 @@ def test_a_failed_row_is_kept_and_the_others_go_on(tmp_path: Path) -> None:
         assert len(cells(rows[0], columns)) == len(columns)
 
 
+def test_code_that_exits_fails_its_row_alone(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import sys\nfrom flexsparse import Selector\n"
+        "class Leaves(Selector):\n    def score(self, q, k, grid):\n        sys.exit('bye')\n"
+    )
+    made = written(tmp_path, SMALL, "rows.quest.select=leaves.py:Leaves", "check=false")
+    rows = run(made, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["ok", "ok", "failed"]
+    assert rows[2]["error"].endswith("leaves.py:5 `sys.exit('bye')`: SystemExit: bye")
+
+
 def test_a_wrong_row_says_which_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def off(*args: Any, **options: Any) -> Report:
         report = fs.check(*args, **options)

@@ -22,7 +22,7 @@ _LIBRARIES = [
 ]
 
 
-def blamed(error: Exception, rule: MaskRule | None, select: Any) -> FlexSparseError | None:
+def blamed(error: BaseException, rule: MaskRule | None, select: Any) -> FlexSparseError | None:
     """The error with its place in the user's own code; None where no code of theirs had part in it."""
     if isinstance(error, FlexSparseError):
         return _placed(error, rule)
@@ -36,7 +36,7 @@ def blamed(error: Exception, rule: MaskRule | None, select: Any) -> FlexSparseEr
     return RuleError(f"{name} failed at {spot}: {said}")
 
 
-def said(error: Exception, rule: MaskRule | None, select: Any) -> str:
+def said(error: BaseException, rule: MaskRule | None, select: Any) -> str:
     """The same as one line, whatever raised it."""
     found = blamed(error, rule, select)
     text = f"{type(error).__name__}: {_first_line(error)}" if found is None else str(found)
@@ -56,7 +56,7 @@ def _placed(error: FlexSparseError, rule: MaskRule | None) -> FlexSparseError:
     return error
 
 
-def _users_line(error: Exception) -> str | None:
+def _users_line(error: BaseException) -> str | None:
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
         parents = Path(frame.filename).parents
@@ -65,5 +65,5 @@ def _users_line(error: Exception) -> str | None:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), "no message")

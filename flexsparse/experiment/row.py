@@ -47,7 +47,7 @@ def run_row(
             raise dense
         record |= {"dense": vars(dense)} | _measured(case, qkv, baseline, dense, config)
         record["notes"] = notes(record)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's exit ends its row, not the run
         told = said(error, case.rule, case.select)
         if error is dense:
             told = f"the baseline cannot run: {said(error, baseline, None)}"
