@@ -24,8 +24,10 @@ from flexsparse.scores import ScoreRule
 Kind = Literal["rule", "score", "selector"]
 
 
-def resolve(name: str, kind: Kind | None = None) -> Any:
+def resolve(name: str, kind: Kind | None = None, beside: Path | None = None) -> Any:
     """The class, function or instance that ``name`` stands for; ``kind`` is what it will be used as.
+
+    A file is looked for in ``beside``, then in the current folder.
 
     >>> resolve("prefix_lm", "rule").__name__
     'PrefixLM'
@@ -34,8 +36,8 @@ def resolve(name: str, kind: Kind | None = None) -> Any:
     """
     where, colon, attribute = name.rpartition(":")
     if not colon:
-        return _named(name, kind)
-    module = _file(where) if where.endswith(".py") else _module(where)
+        return _named(name, kind, beside)
+    module = _file(where, beside) if where.endswith(".py") else _module(where)
     found = _attribute(module, where, attribute)
     # A function may also make what is wanted: what it returns is judged where it is called.
     free = callable(found) and not isinstance(found, type | MaskRule | ScoreRule)
@@ -85,9 +87,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _named(name: str, kind: Kind | None) -> Any:
+def find_file(name: str, beside: Path | None = None) -> Path:
+    """The file of this name in ``beside``, or else in the current folder."""
+    folders = [folder.resolve() for folder in (beside, Path()) if folder is not None]
+    for folder in folders:
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    looked = " or ".join(dict.fromkeys(map(str, folders)))
+    raise ConfigError(
+        f"there is no file {name}" + ("" if name.startswith("/") else f" in {looked}")
+    )
+
+
+def _named(name: str, kind: Kind | None, beside: Path | None) -> Any:
     if name.endswith(".py") or "/" in name:
-        module = _file(name)
+        module = _file(name, beside)
         names = [n.__name__ for n in _own(module)] or ["nothing public"]
         raise ConfigError(
             f"{name} needs the object's name, {name}:NAME; it defines {', '.join(names)}"
@@ -106,10 +120,14 @@ def _named(name: str, kind: Kind | None) -> Any:
         raise ConfigError(
             f"an import path has a colon before the object: {module_name}:{attribute}, not {name}"
         )
+    near = did_you_mean(name, known)
+    # Who is a letter off needs no list of all.
+    all_of_them = (
+        "`flexsparse list` shows them" if near else f"there are {', '.join(sorted(known))}"
+    )
     raise ConfigError(
-        f"no {kind or 'rule, score or selector'} is named {name!r}{did_you_mean(name, known)}; "
-        f"there are {', '.join(sorted(known))}, import paths such as my_lab.rules:Name, and "
-        "./file.py:Name"
+        f"no {kind or 'rule, score or selector'} is named {name!r}{near}; {all_of_them}, beside import "
+        "paths such as my_lab.rules:Name, and ./file.py:Name"
     )
 
 
@@ -124,14 +142,12 @@ def _module(where: str) -> ModuleType:
             f": it needs {error.name}" if inner else ": it is neither installed nor in the folder"
         )
         raise ConfigError(f"cannot import {where}{detail}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"cannot import {where}: {_fault(error)}") from error
 
 
-def _file(where: str) -> ModuleType:
-    path = Path(where).resolve()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {where} in {Path.cwd()}")
+def _file(where: str, beside: Path | None) -> ModuleType:
+    path = find_file(where, beside)
     # A dataclass looks its module up by name, and two rows may name one file.
     name = f"{path.stem} {path}"
     if name in sys.modules:
@@ -141,7 +157,7 @@ def _file(where: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself is no reason to end here
         del sys.modules[name]
         raise ConfigError(f"cannot run {where}: {_fault(error)}") from error
     return module
@@ -178,6 +194,6 @@ def _said(found: object) -> str:
     return f"it is a {type(found).__name__}"
 
 
-def _fault(error: Exception) -> str:
+def _fault(error: BaseException) -> str:
     line = next((text for text in str(error).splitlines() if text.strip()), "")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

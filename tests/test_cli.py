@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from experiments import EVERY_NTH
 
 from flexsparse.cli import main
+from flexsparse.experiment.form import FORM
 
 SMALL = """
 name: small
@@ -48,7 +51,8 @@ def shell(
 
 def test_run(shell: Shell) -> None:
     code, out, err = shell("run", "small.yaml")
-    assert code == 0 and "1/1 window: ok" in err
+    assert code == 0 and "1/1 window: ok" in err and " left" not in err
+    assert "Baseline (dense attention): Causal(), by " in out and "baseline: Causal()" in out
     assert out.startswith("Did the hardware skip what the algorithm promised?\n")
     assert "mass kept" in out and "x worktable" in out
     assert (shell.folder / "results" / "small" / "report.html").is_file()
@@ -87,7 +91,7 @@ def test_print_config_runs_nothing(shell: Shell) -> None:
         (["rum"], "No such command 'rum'."),
         (["check", "./absent.py:X"], "there is no file ./absent.py"),
         (["check", "sliding_window"], "sliding_window needs size"),
-        (["check", "sliding_window", "size=a"], "size: must be a valid integer, got 'a'"),
+        (["check", "sliding_window", "size=a"], "size: must be an integer, got 'a'"),
         (["check", "sliding_window", "size=0"], "size: SlidingWindow size must be at least 1"),
         (["check", "sliding_window", "size"], "argument 'size': an override is key=value"),
     ],
@@ -131,6 +135,84 @@ def test_list(shell: Shell) -> None:
     for word in ("sliding_window", "alibi", "oracle", "tiles", "flex"):
         assert word in out
     assert "no gradients: FlexAttention has no backward on CPU" in out
+    for form in ("{sliding_window: {size: int}}", "{alibi: {slopes: list}}", "keep: int = 16"):
+        assert form in out
+
+
+def test_resume(shell: Shell) -> None:
+    more = '  - {name: other, rule: "mine.py:EveryNth"}\n'
+    (shell.folder / "small.yaml").write_text(SMALL + more)
+    (shell.folder / "mine.py").write_text(EVERY_NTH.replace("n: int", "n: int = 2"))
+    code, _, err = shell("run", "small.yaml")
+    assert code == 0 and "1/2 window: ok" in err and " s left\n" in err and "2/2 other" in err
+    rows = shell.folder / "results/small/rows.jsonl"
+    rows.write_bytes(rows.read_bytes()[:-20])
+    code, out, err = shell("run", "small.yaml", "--resume")
+    assert code == 0 and "1/2" not in err and "2/2 other: ok" in err and "window" in out
+    code, _, err = shell("run", "small.yaml", "seed=1", "--resume")
+    assert code == 2 and err.count("\n") == 1 and "seed was 0, is 1" in err
+
+
+def test_stopped_by_the_user(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexsparse.experiment.run.run_row", stopped)
+    code, out, err = shell("run", "small.yaml")
+    assert code == 130 and out == "" and "--resume goes on" in err
+
+
+def test_help_shows_the_form_of_a_file(shell: Shell) -> None:
+    _, out, _ = shell("run", "--help")
+    shown = [line.strip() for line in out.splitlines()]
+    for line in FORM.splitlines():
+        assert line.strip() in shown
+
+
+def test_schema(shell: Shell) -> None:
+    code, out, _ = shell("schema")
+    assert code == 0 and "sliding_window" in json.dumps(json.loads(out)["$defs"]["rule"])
+
+
+FAULTY = """
+from dataclasses import dataclass
+from flexsparse import MaskRule, Selector
+
+
+@dataclass(frozen=True, eq=False)
+class Mod(MaskRule):
+    n: int = 0
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx % self.n == 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Lost(Selector):
+    def score(self, q, k, grid):
+        return {}[q.shape[1]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Mod", "Mod(n=0) divides by zero"),
+        ("Lost", "Lost(block=64, keep=16, q_block=64) failed at"),
+    ],
+)
+def test_an_error_in_ones_own_code_has_name_and_line(shell: Shell, name: str, words: str) -> None:
+    (shell.folder / "faulty.py").write_text(FAULTY)
+    line = {"Mod": "faulty.py:11 `return kv_idx % self.n == 0`", "Lost": "faulty.py:17 `return {}"}
+    code, out, err = shell("check", f"faulty.py:{name}")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert words in err and line[name] in err
+    key = "rule" if name == "Mod" else "select"
+    whole = f'{{and: [causal, "faulty.py:{name}"]}}' if name == "Mod" else f"faulty.py:{name}"
+    code, out, err = shell("run", "small.yaml", "rows.0.rule=causal", f"rows.0.{key}={whole}")
+    assert code == 1 and "window: failed" in err and "Traceback" not in out + err
+    (row,) = [json.loads(r) for r in Path("results/small/rows.jsonl").read_text().splitlines()]
+    assert words.split("(")[0] in row["error"] and line[name] in row["error"]
 
 
 def test_the_module_runs() -> None:

@@ -2,256 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from experiments import EVERY_NTH, SMALL, lines, written
+from rich.console import Console
 from safetensors.torch import save_file
 
 import flexsparse as fs
 from flexsparse.checking import Report
 from flexsparse.errors import ConfigError
 from flexsparse.experiment import row as row_module
-from flexsparse.experiment.build import build_rule, build_score, build_selector
-from flexsparse.experiment.config import Experiment, Input, load
+from flexsparse.experiment.config import Input, RandomInput
 from flexsparse.experiment.inputs import load_inputs
+from flexsparse.experiment.load import load
 from flexsparse.experiment.quality import quality
 from flexsparse.experiment.run import run
-from flexsparse.experiment.source import dump, parse
-from flexsparse.experiment.table import TABLES, cells
+from flexsparse.experiment.table import TABLES, cells, print_table
 from flexsparse.experiment.verdict import verdict
 from flexsparse.masks import Causal, SlidingWindow
 
 ROOT = Path(__file__).parent.parent
-SMALL = """
-name: small
-input: {random: {heads: 4, kv_heads: 2, q_len: 80, head_dim: 16}}
-repeats: 1
-rows:
-  - {name: dense, rule: causal}
-  - {name: window, rule: {sliding_window: {size: 8}}, tile: 16}
-  - {name: quest, rule: causal, select: {quest: {block: 16, keep: 2, q_block: 16}}, tile: [16, 32]}
-"""
-
-
-def written(tmp_path: Path, text: str, *overrides: str) -> Experiment:
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    return load(file, overrides)
-
-
-def refused(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        written(tmp_path, text, *overrides)
-    return [line.removeprefix(f"{tmp_path}/") for line in str(caught.value).splitlines()]
-
-
-# ---- YAML, read strictly
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 0.001), ("1E6", 1e6), ("-.5", -0.5), ("3.", 3.0), (".inf", math.inf),
-        ("12", 12), ("-3", -3), ("0x1f", 31), ("true", True), ("null", None), ("~", None), ("", None),
-        ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"),
-        ("12:30", "12:30"), ("017", "017"), ("1_000", "1_000"), ("2026-01-01", "2026-01-01"),
-        ("<<", "<<"), ("'1e-3'", "1e-3"),
-    ],
-)  # fmt: skip
-def test_scalars(text: str, value: object) -> None:
-    read = parse(f"a: {text}", "x").data["a"]
-    assert read == value and type(read) is type(value)
-    assert parse(dump({"a": value}), "x").data["a"] == value
-
-
-def test_a_repeated_key_is_refused_with_both_places(tmp_path: Path) -> None:
-    text = SMALL + "  - {name: x, rule: causal, rule: causal}\nname: again\n"
-    assert refused(tmp_path, text) == [
-        "c.yaml:2:1: name: written a second time at line 10, column 1",
-        "c.yaml:9:15: rows.3.rule: written a second time at line 9, column 29",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("rows: [", "c.yaml:1:8: "),
-        ("a:\n\t- x\n", "c.yaml:2:1: "),
-        ("1: x\n", "a key must be a word"),
-        ("a: &x [*x]\n", "a.0: an anchor holds itself"),
-        ("- 1\n", "c.yaml:1:1: must be a mapping with name, input"),
-        ("", "c.yaml:1:1: must be a mapping with name, input"),
-        ("a: !!python/name:os.system\n", "c.yaml:1:4: "),
-        ("a: 1\n---\nb: 2\n", "c.yaml:2:1: "),
-    ],
-)
-def test_text_that_is_no_configuration(tmp_path: Path, text: str, words: str) -> None:
-    assert any(words in line for line in refused(tmp_path, text))
-
-
-# ---- every mistake at once, each with its place
-
-
-def test_every_error_is_told_at_its_place(tmp_path: Path) -> None:
-    told = refused(
-        tmp_path,
-        """\
-nme: x
-dtype: fp32
-check: 0
-rows:
-  - {name: a, rule: causl, tilee: 4}
-  - name: a
-    rule:
-      and:
-        - {sliding_window: {size: 0}}
-        - {sliding_window: {sze: 1, size: big}}
-    tile: 8
-    fallback: {local: 0}
-  - {name: c, rule: {sliding_window: 4}, select: {quest: {keep: 1.5}}, score: causal}
-  - {name: d, q_offset: 1.5, backend: cuda}
-""",
-    )
-    starts = [
-        "c.yaml:1:1: name: is missing",
-        "c.yaml:1:1: nme: unknown key (did you mean 'name'?); known are name, input",
-        "c.yaml:2:1: dtype: must be 'float16', 'bfloat16', 'float32' or 'float64', got 'fp32'",
-        "c.yaml:3:1: check: must be true, false, or how many query rows",
-        "c.yaml:5:15: rows.0.rule: no rule is named 'causl' (did you mean 'causal'?)",
-        "c.yaml:5:28: rows.0.tilee: unknown key (did you mean 'tile'?); known are name, rule",
-        "c.yaml:6:5: rows.1.name: two rows are named 'a'",
-        "c.yaml:9:29: rows.1.rule.and.0.sliding_window.size: SlidingWindow size must be at least 1",
-        "c.yaml:10:29: rows.1.rule.and.1.sliding_window.sze: sliding_window has no argument 'sze'",
-        "c.yaml:10:37: rows.1.rule.and.1.sliding_window.size: must be a valid integer, got 'big'",
-        "c.yaml:11:5: rows.1.tile: tile must be at least 16, got 8",
-        "c.yaml:12:5: rows.1.fallback: must be self or {local: n}",
-        "c.yaml:13:22: rows.2.rule.sliding_window: arguments must be a mapping",
-        "c.yaml:13:59: rows.2.select.quest.keep: must be a valid integer, got 1.5",
-        "c.yaml:13:72: rows.2.score: causal is a rule, not a score",
-        "c.yaml:14:15: rows.3.q_offset: must be a valid integer, got 1.5",
-        "c.yaml:14:30: rows.3.backend: must be 'auto', 'flex' or 'tiles', got 'cuda'",
-    ]
-    assert len(told) == len(starts)
-    for line, start in zip(told, starts, strict=True):
-        assert line.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("input: {}", "input: needs exactly one of sample, file and random, got none"),
-        ("input: {sample: smollm2, file: x}", "got sample and file"),
-        ("input: {random: {heads: 3, kv_heads: 2, q_len: 4}}", "multiple of kv_heads, got 3 and 2"),
-        (
-            "baseline: {sliding_window: {size: 0}}",
-            "baseline.sliding_window.size: SlidingWindow size",
-        ),
-        ("seed: true", "seed: must be a valid integer, got True"),
-        ("rows: []", "rows: must have at least 1 item"),
-        ("name: ../up", "name: "),
-    ],
-)
-def test_other_values(tmp_path: Path, given: str, words: str) -> None:
-    data = {**yaml.safe_load(SMALL), **yaml.safe_load(given)}
-    assert any(words in line for line in refused(tmp_path, dump(data)))
-
-
-# ---- overrides
-
-
-def test_overrides_reach_any_value(tmp_path: Path) -> None:
-    made = written(
-        tmp_path,
-        SMALL
-        + '  - {name: mine, rule: {"flexsparse.masks.sliding_window:SlidingWindow": {size: 3}}}\n',
-        "dtype=bfloat16",
-        "rows.1.rule.sliding_window.size=64",
-        "rows.0.tile=[64, 32]",
-        "rows.3.rule.flexsparse.masks.sliding_window:SlidingWindow.size=5",
-        "seed=7",
-        "check=false",
-    )
-    assert made.config.dtype == "bfloat16" and made.config.seed == 7 and made.config.check is False
-    assert made.config.rows[0].tile == [64, 32]
-    assert [case.rule.size for case in (made.cases[1], made.cases[3])] == [64, 5]
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        (
-            "rows.1.rule.sliding_window.size=0",
-            "rows.1.rule.sliding_window.size: SlidingWindow size",
-        ),
-        ("dtype=fp8", "dtype: must be 'float16'"),
-        ("dtyp=float16", "dtyp: unknown key (did you mean 'dtype'?)"),
-        ("rows.9.tile=16", "rows has the entries 0 to 2, not '9'"),
-        ("rows.0.rule.size=3", "rows.0.rule is 'causal', which has no 'size' to set"),
-        ("tile", "an override is key=value"),
-        ("seed=[", "expected"),
-    ],
-)
-def test_an_override_is_blamed_by_name(tmp_path: Path, argument: str, words: str) -> None:
-    (line,) = refused(tmp_path, SMALL, argument)
-    assert line.startswith(f"argument {argument!r}") and words in line
-
-
-def test_the_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
-    made = written(
-        tmp_path, SMALL, "baseline=null", "rows.0.name='1e-3'", "rows.0.fallback={local: 3}"
-    )
-    again = written(tmp_path, made.config.as_yaml())
-    assert again.config == made.config and again.config.sha256 == made.config.sha256
-    assert written(tmp_path, SMALL).config.sha256 != made.config.sha256
-
-
-# ---- specifications to objects
-
-
-def build(builder: Any, spec: object) -> Any:
-    notes: list[str] = []
-    made = builder(spec, (), lambda at, message: notes.append(message))
-    assert not notes
-    return made
-
-
-def test_the_algebra_of_rules() -> None:
-    window = {"sliding_window": {"size": 3}}
-    rule = build(
-        build_rule,
-        {"and": ["causal", {"or": [window, {"not": "causal"}, {"attention_sink": {"size": 1}}]}]},
-    )
-    assert fs.picture(rule, 6) == fs.picture(
-        Causal() & (SlidingWindow(3) | (lambda b, h, q, kv: kv < 1)), 6
-    )
-
-
-def test_a_list_becomes_a_tensor_where_one_is_wanted() -> None:
-    rule = build(build_rule, {"document": {"document_of": [0, 0, 1]}})
-    assert torch.equal(rule.document_of, torch.tensor([0, 0, 1]))
-    score = build(build_score, [{"alibi": {"slopes": [0.5, 0.25]}}, {"softcap": {"cap": 3}}])
-    assert str(score) == "Alibi(slopes=float32[2]) >> Softcap(cap=3.0)"
-    assert build(build_rule, {"prefix_lm": {"prefix": 2}}).prefix == 2
-
-
-def test_a_maker_is_called_and_a_mod_is_taken_as_it_is(tmp_path: Path) -> None:
-    made = build(build_score, {"flexsparse.masks.alibi:Alibi.of_heads": {"heads": 4}})
-    assert made.slopes.shape == (4,)
-    file = tmp_path / "mods.py"
-    file.write_text("def diagonal(b, h, q, kv):\n    return q == kv\n")
-    assert fs.picture(build(build_rule, f"{file}:diagonal"), 2) == "#.\n.#"
-
-
-def test_a_selector_that_is_none() -> None:
-    notes: list[str] = []
-    spec = {"flexsparse.masks.alibi:Alibi.of_heads": {"heads": 4}}
-    assert build_selector(spec, (), lambda at, message: notes.append(message)) is None
-    assert notes == ["must be a Selector, got Alibi"]
 
 
 # ---- inputs
@@ -291,6 +68,80 @@ def test_random_inputs_follow_the_seed() -> None:
     assert not torch.equal(q, load_inputs(given, torch.float16, device, 4)[0])
 
 
+def test_no_more_is_drawn_than_the_machine_holds() -> None:
+    shape = RandomInput(heads=1, q_len=2**30, head_dim=80)
+    with pytest.raises(ConfigError, match=r"take 960 GiB, more than the"):
+        load_inputs(Input(random=shape), torch.float32, torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="would take 3 TiB"):
+        RandomInput(heads=1024, q_len=2**20, head_dim=256)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers with random weights, scores scaled in its own way, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GraniteConfig, GraniteModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    model = GraniteModel(
+        GraniteConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=8, attention_multiplier=0.5,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["?", "a", "b", "c", "d"])}, "?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def test_a_models_layer_is_what_enters_its_attention(tiny: Path) -> None:
+    from transformers import AutoModel
+
+    (tiny.parent / "words.txt").write_text("a b c a d a b c d d")
+    given = {"name": "tiny", "layer": 1, "tokens": 9, "text_file": "words.txt"}
+    model_input = Input.model_validate({"model": given})
+    q, k, v = load_inputs(model_input, torch.float32, torch.device("cpu"), 0, tiny.parent)
+    assert q.shape == (1, 4, 9, 8) and k.shape == v.shape == (1, 2, 9, 8)
+    # The model's own attention weights are those of the captured q and k.
+    model = AutoModel.from_pretrained(tiny, attn_implementation="eager")
+    ids = torch.tensor([[1, 2, 3, 1, 4, 1, 2, 3, 4]])
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions[1]
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    mine = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    assert torch.allclose(mine, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "tiny", "layer": 2}, "layer must be 0 to 1 in tiny, got 2"),
+        ({"name": "tiny", "layer": 0, "text": "a b", "tokens": 3}, "tokens must be at most 2"),
+        ({"name": "./absent", "layer": 0}, "cannot load ./absent: "),
+        ({"name": "tiny", "layer": 0, "text_file": "none.txt"}, "there is no file none.txt"),
+    ],
+)
+def test_a_model_that_cannot_be_captured(tiny: Path, given: dict[str, Any], words: str) -> None:
+    model_input = Input.model_validate({"model": given})
+    with pytest.raises(ConfigError) as caught:
+        load_inputs(model_input, torch.float32, torch.device("cpu"), 0, tiny.parent)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_transformers_the_error_names_the_extra(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model_input = Input.model_validate({"model": {"name": str(tiny), "layer": 0}})
+    with pytest.raises(ConfigError, match=r"pip install 'flexsparse\[hf\]'"):
+        load_inputs(model_input, torch.float32, torch.device("cpu"), 0)
+
+
 # ---- what a row keeps of dense attention
 
 
@@ -320,14 +171,11 @@ def test_queries_that_see_nothing_do_not_count() -> None:
     none = fs.MaskRule.of(lambda b, h, q, kv: kv < 0)
     grid = fs.Grid(8, 8)
     found = quality((q, q, q), q, grid, none, rule=None, select=None, fallback=None)
-    assert found == {"mass_kept": None, "output_error": None}
+    assert found["mass_kept"] is None and found["output_error"] is None
+    assert found["pairs_outside"] == 64 and found["pairs_dropped"] is None
 
 
 # ---- runs
-
-
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -399,12 +247,27 @@ def test_a_failed_row_is_kept_and_the_others_go_on(tmp_path: Path) -> None:
         tmp_path / "out",
     )
     assert [row["status"] for row in rows] == ["failed", "failed", "ok"]
-    assert rows[0]["error"] == "RuntimeError: no luck" and "faulty.py" in rows[0]["traceback"]
+    assert rows[0]["error"] == (
+        "Faulty(block=64, keep=16, q_block=64) failed at faulty.py:6 `raise RuntimeError('no luck')`: "
+        "RuntimeError: no luck"
+    )
+    assert "faulty.py" in rows[0]["traceback"]
     assert "Failed: bad, window." in verdict(rows)
     assert lines(tmp_path / "out") == rows
     assert "no luck" in (tmp_path / "out" / "report.html").read_text()
     for _, columns in TABLES:
         assert len(cells(rows[0], columns)) == len(columns)
+
+
+def test_code_that_exits_fails_its_row_alone(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import sys\nfrom flexsparse import Selector\n"
+        "class Leaves(Selector):\n    def score(self, q, k, grid):\n        sys.exit('bye')\n"
+    )
+    made = written(tmp_path, SMALL, "rows.quest.select=leaves.py:Leaves", "check=false")
+    rows = run(made, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["ok", "ok", "failed"]
+    assert rows[2]["error"].endswith("leaves.py:5 `sys.exit('bye')`: SystemExit: bye")
 
 
 def test_a_wrong_row_says_which_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +303,41 @@ def test_other_baselines_and_offsets(tmp_path: Path) -> None:
     assert "check" not in rows[0]
 
 
+def test_what_a_reader_must_know_is_said_beside_the_figures(tmp_path: Path) -> None:
+    made = written(
+        tmp_path, SMALL, "rows.0.rule=null", "rows.quest.select.quest.keep=99",
+        "rows.window.score={softcap: {cap: 3.0}}",
+    )  # fmt: skip
+    full, window, quest = run(made, tmp_path / "out")
+    (note,) = full["notes"]
+    assert full["pairs_outside"] == 4 * 80 * 79 // 2
+    assert note.startswith(
+        "sees 12,640 pairs (49.4% of its own) that the baseline Causal() does not"
+    )
+    assert "baseline: null" in note
+    assert "has a score, which the baseline has not" in window["notes"][0]
+    assert quest["pairs_dropped"] == 0 and "keeps every block" in quest["notes"][0]
+    page = (tmp_path / "out" / "report.html").read_text()
+    shown = io.StringIO()
+    print_table([full, window, quest], Console(file=shown, width=100))
+    for text in (page, shown.getvalue()):
+        assert "dense\u00a0*" in text and "quest\u00a0*" in text
+        assert "baseline: Causal()" in text and "Baseline (dense attention): Causal(), by" in text
+        for words in ("12,640 pairs", "every block", "the baseline has not"):
+            assert words in " ".join(text.split())
+    assert [run(written(tmp_path, SMALL), tmp_path / "o")[i]["notes"] for i in range(3)] == [[]] * 3
+
+
+def test_a_baseline_that_cannot_run_fails_every_row(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERY_NTH)
+    made = written(tmp_path, SMALL, 'baseline={"mine.py:EveryNth": {n: 0}}')
+    rows = run(made, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["failed"] * 3
+    for row in rows:
+        assert row["error"].startswith("the baseline cannot run: ") and "mine.py:10" in row["error"]
+    assert "No baseline was timed." in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_bad_inputs_are_blamed_before_anything_is_written(tmp_path: Path) -> None:
     made = written(tmp_path, SMALL, "input={file: absent.safetensors}")
     with pytest.raises(ConfigError, match=r"argument .*: input: there is no file absent"):
@@ -460,7 +358,7 @@ def test_the_quickstart_is_valid() -> None:
 def record(name: str, promised: float, got: float, backend: str = "flex") -> dict[str, Any]:
     return {
         "name": name, "status": "ok", "promised": promised, "got": got, "backend": backend,
-        "delivered": got / promised, "mass_kept": 0.5,
+        "delivered": got / promised, "mass_kept": 0.5, "pairs_outside": 0,
     }  # fmt: skip
 
 
@@ -477,3 +375,12 @@ def test_verdict(rows: list[dict[str, Any]], start: str) -> None:
     assert verdict(rows).startswith(start)
     assert "plain torch" not in verdict(rows)
     assert "plain torch" in verdict([*rows, record("c", 1, 1, "tiles")])
+
+
+def test_only_right_rows_within_the_baseline_answer() -> None:
+    other = record("other", 4, 4) | {"pairs_outside": 3}
+    wrong = record("wrong", 4, 4) | {"status": "wrong"}
+    said = verdict([other, wrong, record("a", 4, 0.5)])
+    assert said.startswith("No: 'a' came closest") and "Wrong: wrong." in said
+    assert "Left out, as they see pairs outside the baseline: other." in said
+    assert verdict([other, wrong]).startswith("There is no answer")

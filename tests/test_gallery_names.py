@@ -62,10 +62,6 @@ rows:
     tile: 32
 """
 
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="a configuration cannot write rules inside the arguments of a rule yet"
-)
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -87,7 +83,7 @@ def command(
 
 @pytest.mark.parametrize(
     ("text", "rows"),
-    [pytest.param(ROWS, 7, id="flat"), pytest.param(NESTED, 1, id="nested", marks=NOT_YET)],
+    [pytest.param(ROWS, 7, id="flat"), pytest.param(NESTED, 1, id="nested")],
 )
 def test_rows_of_a_configuration_run_and_agree_with_the_reference(
     folder: Path,
@@ -102,7 +98,6 @@ def test_rows_of_a_configuration_run_and_agree_with_the_reference(
     assert err.count(": ok") == rows
 
 
-@NOT_YET
 def test_a_mixture_of_heads_is_drawn_from_the_command_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +107,6 @@ def test_a_mixture_of_heads_is_drawn_from_the_command_line(
     assert code == 0 and out.startswith("#...") and out.splitlines()[3].startswith("..##")
 
 
-@NOT_YET
 @pytest.mark.parametrize(
     ("rules", "words"),
     [

