@@ -85,8 +85,9 @@ def test_import_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "slidng_window",
             "rule",
-            ["'slidng_window'", "did you mean 'sliding_window'", "prefix_lm"],
+            ["'slidng_window'", "did you mean 'sliding_window'", "flexsparse list"],
         ),
+        ("qqq", "rule", ["no rule is named 'qqq'; there are", "causal", "prefix_lm"]),
         ("softcap", "rule", ["softcap is a score, not a rule"]),
         ("causal", "selector", ["causal is a rule, not a selector"]),
         ("flexsparse.masks:Softcap", "rule", ["not a rule", "it is a score"]),
