@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from flexsparse.arguments import (
 from flexsparse.coverage import Span, cover, every_tile
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.grid import Grid
+from flexsparse.intervals import rule_tiles, worklists
 from flexsparse.kernels import membership
 from flexsparse.kernels.compress import compress, expand
+from flexsparse.listed import seeing_queries, seen_keys, visible_pairs, widened
 from flexsparse.occupancy import (
     list_axes,
     near,
@@ -60,7 +63,8 @@ class Layout:
 
     ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, C]`` row r visits and masks;
     the ``full_`` lists need no mask; the ``q_`` lists are the same tiles by column. B and H are 1
-    where all batches or heads share their lists. All int32, contiguous, rising.
+    where all batches or heads share their lists. All int32, contiguous, rising. The lists of a large
+    grid may be narrower than its C columns.
     """
 
     grid: Grid
@@ -77,7 +81,7 @@ class Layout:
     q_indices: Tensor
     full_q_num_blocks: Tensor
     full_q_indices: Tensor
-    logical_pairs: Tensor
+    counted: Tensor | None
     has_empty_row: Tensor | None
     seen_keys: Tensor | None
     select: Selection | None
@@ -97,17 +101,40 @@ class Layout:
         ]  # fmt: skip
 
     @property
+    def logical_pairs(self) -> Tensor:
+        """How many pairs are allowed, over all batches and query heads.
+
+        Where tiles were decided whole, those masked inside are counted now, by the tables as they are.
+        """
+        if self.counted is not None:
+            return self.counted
+        mask = self.program.mod(self.tables)
+        return visible_pairs(mask, self.lists[0:2], self.lists[2:4], self.span) * self._sharing
+
+    @property
+    def _sharing(self) -> int:
+        """Batches and heads, in kernel coordinates, that each list stands for."""
+        batch, heads = self.kv_num_blocks.shape[:2]
+        address = self.address
+        return (address.kernel_batch(self.grid.batch) // batch) * (address.kernel_heads[0] // heads)
+
+    @property
+    def whole_lists(self) -> list[Tensor]:
+        """The eight lists as wide as the grid."""
+        return widened(self.lists, self.span.tiles)
+
+    @property
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
-        return as_block_mask(self.lists, lengths, self.block_size, self.program.mod(self.tables))
+        return as_block_mask(self.whole_lists, lengths, self.block_size, self.program.mod(self.tables))
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
         return (
-            expand(self.kv_num_blocks, self.kv_indices),
-            expand(self.full_kv_num_blocks, self.full_kv_indices),
+            expand(self.kv_num_blocks, self.kv_indices, self.span.tiles[1]),
+            expand(self.full_kv_num_blocks, self.full_kv_indices, self.span.tiles[1]),
         )
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
@@ -218,6 +245,8 @@ def fill(
     element: Element = Element(),
 ) -> Layout:
     """The layout of a program for one selection: device work only."""
+    if select is None and not on_device_only(device):
+        return _of_rule(program, grid, block_size, empty, sanitize, device, element)
     address = program.address
     span = Span(grid.q_len, grid.kv_len, *block_size)
     words = None
@@ -240,15 +269,8 @@ def fill(
         tiles = every_tile(*lists, span, device)
     else:
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-    try:
+    with _named_errors(program):
         covered = cover(program.mod(tables), tiles, span)
-    except (IndexError, RuntimeError) as error:
-        divides = "ZeroDivision" in str(error)
-        if not divides and not isinstance(error, IndexError):
-            raise
-        name = program.rule.name if program.rule else "the mask"
-        what = "divides by zero" if divides else "reads a table past its end"
-        raise RuleError(f"{name} {what}: {error}") from error
     partial, full = tile_maps_of(tiles, covered, lists, span)
     kv_num, kv_idx = compress(partial)
     full_kv_num, full_kv_idx = compress(full)
@@ -276,10 +298,65 @@ def fill(
         q_indices=q_idx,
         full_q_num_blocks=full_q_num,
         full_q_indices=full_q_idx,
-        logical_pairs=covered.visible.sum() * sharing,
+        counted=covered.visible.sum() * sharing,
         has_empty_row=has_empty_row,
         seen_keys=seen_keys_of(tiles, covered.keys, lists, span, address) if sanitize else None,
         select=select,
         element=element,
         versions=program.versions(grid),
     )
+
+
+def _of_rule(
+    program: MaskProgram,
+    grid: Grid,
+    block_size: tuple[int, int],
+    empty: Empty,
+    sanitize: bool,
+    device: torch.device,
+    element: Element,
+) -> Layout:
+    """The layout of a program without a selection: what its rule decides whole is not looked into."""
+    address, span = program.address, Span(grid.q_len, grid.kv_len, *block_size)
+    shape = list_axes(program, grid, None)
+    tables = program.tables(grid, device)
+    mask = program.mod(tables)
+    with _named_errors(program):
+        lists = worklists(rule_tiles(program, tables, grid, span, shape, device))
+    has_empty_row = None
+    if empty == "error":
+        seen = seeing_rows(*seeing_queries(mask, lists, span), shape, span)
+        has_empty_row = ~seen.all()
+        refuse_empty(seen, address, grid)
+    keys = None
+    if sanitize:
+        keys = seen_keys_of(*seen_keys(mask, lists, span), shape, span, address)
+    return Layout(
+        grid,
+        (address.heads, address.kv_heads),
+        block_size,
+        address,
+        program,
+        tables,
+        *lists,
+        counted=None,
+        has_empty_row=has_empty_row,
+        seen_keys=keys,
+        select=None,
+        element=element,
+        versions=program.versions(grid),
+    )
+
+
+@contextmanager
+def _named_errors(program: MaskProgram) -> Iterator[None]:
+    """Errors of a mask at its pairs, in the words of its rule."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        divides = "ZeroDivision" in str(error)
+        if not divides and not isinstance(error, IndexError):
+            raise
+        name = program.rule.name if program.rule else "the mask"
+        what = "divides by zero" if divides else "reads a table past its end"
+        raise RuleError(f"{name} {what}: {error}") from error

@@ -60,7 +60,8 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     layout = work.layout
     on_cpu = work.q.device.type == "cpu"
     q, k, v = (x.detach() if on_cpu else x for x in (work.q, work.k, work.v))
-    lists = layout.lists[:4] + [None] * 4 if on_cpu else layout.lists
+    # On CPU torch takes the width of the lists for that of the grid.
+    lists = layout.whole_lists[:4] + [None] * 4 if on_cpu else layout.lists
     tables = [t.detach() for t in layout.tables]
     learned = list(work.score_tables)
     call = (q, k, v, lists, tables, learned)

@@ -50,21 +50,22 @@ def _is_mixed(mask: MaskMod, tiles: Tensor, places: Tensor, span: Span) -> Tenso
 
 def _scattered(span: Span, device: torch.device) -> Tensor:
     """``[2, p]``: corners, a lattice in between, and a run of keys in the middle row."""
-    last = torch.tensor([[span.q_tile - 1], [span.kv_tile - 1]])
-    corners = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]) * last
-    steps = torch.arange(1, 12)
+    last = torch.tensor([[span.q_tile - 1], [span.kv_tile - 1]], device=device)
+    corners = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]], device=device) * last
+    steps = torch.arange(1, 12, device=device)
     lattice = torch.stack([steps, steps * 7 % 12]) * last // 12
-    run = torch.arange(_RUN) + span.kv_tile // 2
-    row = torch.stack([torch.full_like(run, span.q_tile // 2), run.clamp(max=span.kv_tile - 1)])
-    return torch.cat([corners, lattice, row], 1).to(device)
+    run = torch.arange(_RUN, device=device) + span.kv_tile // 2
+    row = torch.full_like(run, span.q_tile // 2)
+    return torch.cat([corners, lattice, torch.stack([row, run.clamp(max=span.kv_tile - 1)])], 1)
 
 
 def _rim(span: Span, device: torch.device) -> Tensor:
     """``[2, p]``: the first, middle and last row and column."""
-    along_q, along_kv = torch.arange(span.q_tile), torch.arange(span.kv_tile)
-    lines = [torch.stack([torch.full_like(along_kv, at), along_kv]) for at in _thirds(span.q_tile)]
-    lines += [torch.stack([along_q, torch.full_like(along_q, at)]) for at in _thirds(span.kv_tile)]
-    return torch.cat(lines, 1).to(device)
+    q = torch.arange(span.q_tile, device=device)
+    kv = torch.arange(span.kv_tile, device=device)
+    lines = [torch.stack([torch.full_like(kv, at), kv]) for at in _thirds(span.q_tile)]
+    lines += [torch.stack([q, torch.full_like(q, at)]) for at in _thirds(span.kv_tile)]
+    return torch.cat(lines, 1)
 
 
 def _thirds(size: int) -> tuple[int, int, int]:

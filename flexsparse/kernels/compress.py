@@ -17,10 +17,9 @@ def compress(present: Tensor) -> tuple[Tensor, Tensor]:
     return counts, torch.where(used, order, 0).contiguous()
 
 
-def expand(counts: Tensor, indices: Tensor) -> Tensor:
-    """The map that lists stand for; the inverse of `compress`."""
-    columns = indices.shape[-1]
-    used = torch.arange(columns, device=indices.device) < counts[..., None]
+def expand(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """The map of ``columns`` that lists stand for; the inverse of `compress`."""
+    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     # Unused slots write to a column of their own, which is then cut off.
     slot = torch.where(used, indices, columns).to(torch.int64)
     present = torch.zeros(
