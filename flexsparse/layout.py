@@ -48,6 +48,12 @@ if TYPE_CHECKING:
     from flexsparse.budget import Budget
 
 
+LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Element:
     """What one key costs: its head dims and the bytes of a number."""
@@ -95,10 +101,7 @@ class Layout:
     @property
     def lists(self) -> list[Tensor]:
         """The eight lists, in torch's order."""
-        return [
-            self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices,
-            self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices,
-        ]  # fmt: skip
+        return [getattr(self, name) for name in LISTS]
 
     @property
     def logical_pairs(self) -> Tensor:
@@ -128,7 +131,9 @@ class Layout:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
-        return as_block_mask(self.whole_lists, lengths, self.block_size, self.program.mod(self.tables))
+        return as_block_mask(
+            self.whole_lists, lengths, self.block_size, self.program.mod(self.tables)
+        )
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
@@ -331,14 +336,15 @@ def _of_rule(
     keys = None
     if sanitize:
         keys = seen_keys_of(*seen_keys(mask, lists, span), shape, span, address)
+    named: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
     return Layout(
-        grid,
-        (address.heads, address.kv_heads),
-        block_size,
-        address,
-        program,
-        tables,
-        *lists,
+        grid=grid,
+        heads=(address.heads, address.kv_heads),
+        block_size=block_size,
+        address=address,
+        program=program,
+        tables=tables,
+        **named,
         counted=None,
         has_empty_row=has_empty_row,
         seen_keys=keys,

@@ -16,9 +16,7 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
     return torch.stack([b, h, row, indices[at].to(torch.int64)], 1)
 
 
-def visible_pairs(
-    mask: MaskMod, partial: list[Tensor], full: list[Tensor], span: Span
-) -> Tensor:
+def visible_pairs(mask: MaskMod, partial: list[Tensor], full: list[Tensor], span: Span) -> Tensor:
     """How many pairs are allowed: all that exist in full tiles, in partial ones those ``mask`` allows."""
     inside = cover(mask, listed(*partial), span).visible.sum()
     counts, indices = full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +13,7 @@ from torch import Tensor
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.intervals import Judge, RuleTiles, Runs, rule_tiles, worklists
-from flexsparse.kernels.compress import compress
+from flexsparse.intervals import Judge, RuleTiles, Runs, rule_tiles
 from flexsparse.masks import AttentionSink, Causal, Document, PrefixLM, RightPadding, SlidingWindow
 from flexsparse.occupancy import list_axes
 from flexsparse.program import mask_program

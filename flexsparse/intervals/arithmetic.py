@@ -180,7 +180,11 @@ def _quotient(op: Operation) -> Interval:
     if mode is None:
         return op.bounds(low, high)
     rounded = torch.floor if mode == "floor" else torch.trunc
-    return op.bounds(rounded(low), rounded(high)) if op.inexact else op.result(rounded(low), rounded(high))
+    return (
+        op.bounds(rounded(low), rounded(high))
+        if op.inexact
+        else op.result(rounded(low), rounded(high))
+    )
 
 
 @_handles("remainder", "fmod")

@@ -50,7 +50,9 @@ def exactly(index: Tensor) -> Interval:
     return Interval(value, value, _like(torch.int64), True)
 
 
-def constant(value: bool | int | float, device: torch.device, like: Tensor | None = None) -> Interval:
+def constant(
+    value: bool | int | float, device: torch.device, like: Tensor | None = None
+) -> Interval:
     """A number that is the same in all tiles."""
     if like is None:
         like = torch.empty((), dtype=_PLAIN[type(value)], device="meta")
@@ -98,7 +100,9 @@ def computed(x: Interval) -> Interval:
         held = (low > -largest) & (high < largest)
     else:
         held = _fits(low, high, dtype)
-    return replace(x, low=torch.where(held, low, torch.nan), high=torch.where(held, high, torch.nan))
+    return replace(
+        x, low=torch.where(held, low, torch.nan), high=torch.where(held, high, torch.nan)
+    )
 
 
 def cast(x: Interval, dtype: torch.dtype) -> Interval:

@@ -8,7 +8,6 @@ several axes a pyramid of halvings, whose answer holds and may be wide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -57,9 +56,8 @@ class Table:
         if not ranged:
             entry = self.tensor.reshape(-1)[at]
             return among(entry, entry, self.tensor.dtype, known, True)
-        first, last = (
-            list(torch.broadcast_tensors(*(ends[i][side] for i in ranged))) for side in (0, 1)
-        )
+        first = torch.broadcast_tensors(*(ends[i][0] for i in ranged))
+        last = torch.broadcast_tensors(*(ends[i][1] for i in ranged))
         low, high = self._over(points, ranged).extremes(at, first, last)
         return among(low, high, self.tensor.dtype, known, False)
 
@@ -119,16 +117,16 @@ class _Side:
 
     def over(self, at: Tensor, first: Tensor, last: Tensor) -> Tensor:
         level = _log(last - first + 1).clamp(max=_LEVELS)
-        ends = self.fold(
-            self.places[level, at, first], self.places[level, at, last - 2**level + 1]
-        )
+        ends = self.fold(self.places[level, at, first], self.places[level, at, last - 2**level + 1])
         # Those cover a range up to 64 wide; between the blocks of a wider one's ends lie whole blocks.
         start, stop = (first >> _LEVELS) + 1, (last >> _LEVELS) - 1
         between = stop >= start
         start = torch.where(between, start, 0)
         stop = torch.where(between, stop, 0)
         level = _log(stop - start + 1)
-        middle = self.fold(self.blocks[level, at, start], self.blocks[level, at, stop - 2**level + 1])
+        middle = self.fold(
+            self.blocks[level, at, start], self.blocks[level, at, stop - 2**level + 1]
+        )
         return torch.where(between, self.fold(ends, middle), ends)
 
 

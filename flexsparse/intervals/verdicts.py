@@ -50,9 +50,7 @@ class Verdicts(NamedTuple):
 class Judge:
     """The rule of a program in one call, asked about tiles; membership and fallback are not."""
 
-    def __init__(
-        self, program: MaskProgram, grid: Grid, span: Span, device: torch.device
-    ) -> None:
+    def __init__(self, program: MaskProgram, grid: Grid, span: Span, device: torch.device) -> None:
         self.program = program
         self.span = span
         self._doubts: list[Tensor] = []
@@ -91,22 +89,22 @@ class Judge:
         first_q, last_q = (x.clamp(max=span.q_len - 1) for x in (tiles.first_q, tiles.last_q))
         first_kv = tiles.first_column * span.kv_tile
         last_kv = ((tiles.last_column + 1) * span.kv_tile).clamp(max=span.kv_len) - 1
-        b, h, first_q, first_kv = self.program.address.logical(
-            tiles.b, tiles.h, first_q, first_kv
-        )
+        b, h, first_q, first_kv = self.program.address.logical(tiles.b, tiles.h, first_q, first_kv)
         if self._offset is not None:
             offset = offset_of(self._offset, self.program.offset, b)
             first_q, last_q = first_q + offset, last_q + offset
         self._doubts.clear()
         seen: Interval = self._mod(
-            exactly(b), exactly(h), ranged(first_q, last_q), ranged(first_kv, last_kv), *self._tables
+            exactly(b),
+            exactly(h),
+            ranged(first_q, last_q),
+            ranged(first_kv, last_kv),
+            *self._tables,
         )
         may_fail = none
         for doubt in self._doubts:
             may_fail = may_fail | doubt
-        return Verdicts(
-            (seen.low == 1) & ~may_fail, (seen.high == 0) & ~may_fail, may_fail
-        )
+        return Verdicts((seen.low == 1) & ~may_fail, (seen.high == 0) & ~may_fail, may_fail)
 
 
 class _Torch:

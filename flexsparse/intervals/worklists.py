@@ -79,7 +79,9 @@ def _turned_as_map(runs: Runs, lists: int, rows: int, columns: int) -> Runs:
         present.zero_()
         own = Runs(*(x[bounds[i] : bounds[i + 1]] for x in runs))
         row = own.row - i * rows
-        for (first, stop), (at, begin, end) in _by_rows(row, (row, own.first, own.stop), rows, step):
+        for (first, stop), (at, begin, end) in _by_rows(
+            row, (row, own.first, own.stop), rows, step
+        ):
             part = present[1 + first : 1 + stop]
             part[at - first, begin] = 1
             part[at - first, end] = -1
