@@ -23,7 +23,7 @@ from flexsparse.arguments import (
 from flexsparse.coverage import Span, cover, every_tile
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.grid import Grid
-from flexsparse.intervals import rule_tiles, worklists
+from flexsparse.intervals import lists_of, rule_tiles
 from flexsparse.kernels import membership
 from flexsparse.kernels.compress import compress, expand
 from flexsparse.listed import seeing_queries, seen_keys, visible_pairs, widened
@@ -327,7 +327,7 @@ def _of_rule(
     tables = program.tables(grid, device)
     mask = program.mod(tables)
     with _named_errors(program):
-        lists = worklists(rule_tiles(program, tables, grid, span, shape, device))
+        lists = lists_of(rule_tiles(program, tables, grid, span, shape, device))
     has_empty_row = None
     if empty == "error":
         seen = seeing_rows(*seeing_queries(mask, lists, span), shape, span)

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.intervals import Judge, RuleTiles, Runs, rule_tiles
+from flexsparse.intervals import Judge, RuleTiles, Runs, lists_of, rule_tiles
+from flexsparse.kernels.compress import compress
 from flexsparse.masks import AttentionSink, Causal, Document, PrefixLM, RightPadding, SlidingWindow
 from flexsparse.occupancy import list_axes
 from flexsparse.program import mask_program
@@ -323,7 +324,12 @@ def odd_calls(draw: Any) -> dict[str, Any]:
 def try_out(call: dict[str, Any]) -> None:
     names = {name: table(name, call["seed"]) for name in TABLES}
     rule = eval(f"lambda b, h, q, kv: {call['rule']}", {"torch": torch, **names})
-    check(rule, call["grid"], call["tile"], heads=4, kv_heads=call["kv_heads"])
+    try:
+        check(rule, call["grid"], call["tile"], heads=4, kv_heads=call["kv_heads"])
+    except fs.errors.RuleError as error:
+        # A single key cannot excuse an index below zero.
+        assert "at index -" in str(error)
+        reject()
 
 
 @settings(max_examples=150, **SETTINGS)
@@ -337,3 +343,191 @@ def test_no_tile_is_ever_wrong(call: dict[str, Any]) -> None:
 @given(odd_calls())
 def test_no_tile_is_ever_wrong_at_length(call: dict[str, Any]) -> None:
     try_out(call)
+
+
+@st.composite
+def near_thresholds(draw: Any) -> tuple[Tensor, Tensor]:
+    """Slopes, and limits at, just under or just over a product of one of them with a distance."""
+    slopes = torch.tensor(
+        draw(st.lists(st.floats(-4, 4, width=32), min_size=4, max_size=4)), dtype=torch.float32
+    )
+    distance = draw(st.integers(-199, 199))
+    limit = slopes[draw(st.integers(0, 3))] * distance
+    for _ in range(draw(st.integers(0, 3))):
+        limit = torch.nextafter(limit, torch.tensor(draw(st.sampled_from([-9e9, 9e9]))))
+    return slopes, limit
+
+
+@settings(max_examples=100, **SETTINGS)
+@given(near_thresholds(), st.sampled_from(["a", "b", "c", "d", "e"]))
+def test_a_threshold_that_scores_just_meet(given: tuple[Tensor, Tensor], form: str) -> None:
+    slopes, limit = given
+    third = limit.item()
+    rule = {
+        "a": lambda b, h, q, kv: slopes[h] * (q - kv) > limit,
+        "b": lambda b, h, q, kv: (slopes[h] * q - slopes[h] * kv) <= third,
+        "c": lambda b, h, q, kv: (q - kv) / 7 * slopes[h] >= limit / 7,
+        "d": lambda b, h, q, kv: slopes[h].to(torch.bfloat16) * (q - kv) < limit,
+        "e": lambda b, h, q, kv: (q - kv).to(torch.float16) * slopes[h].to(torch.float16) == limit,
+    }[form]
+    check(rule, fs.Grid(200, 200), (16, 16), heads=4)
+
+
+def test_a_float_is_known_no_better_than_kernels_agree_on_it() -> None:
+    """fp32 rounds 0.1 * 3 up and a fused product does not: neither tile may be decided unasked."""
+    tenth = torch.tensor([0.1])
+    limit = torch.tensor([0.3])
+    rule = lambda b, h, q, kv: tenth[h] * (q - kv) - limit[h] >= 0  # noqa: E731
+    sure_full, sure_empty = case(rule, fs.Grid(1, 1, q_offset=3), (16, 16)).judged
+    assert not sure_full.any()
+    assert not sure_empty.any()
+
+
+# Lists
+
+
+@pytest.mark.parametrize("whole", [2**22, 0], ids=["as wide as the grid", "as wide as needed"])
+@pytest.mark.parametrize("part", [0.0, 2.0], ids=["by map", "by sorting"])
+@pytest.mark.parametrize("name", ["causal", "BigBird", "far by head", "documents, each batch"])
+def test_lists_are_those_of_the_map(
+    name: str, part: float, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexsparse.intervals.worklists.WHOLE", whole)
+    monkeypatch.setattr("flexsparse.intervals.worklists._DENSE", part)
+    monkeypatch.setattr("flexsparse.intervals.worklists._AT_ONCE", {"cpu": 50})
+    given = case(GALLERY[name], fs.Grid(LENGTH, LENGTH, batch=2), (48, 16), heads=4)
+    lists = lists_of(given.found)
+    maps = [given.partial, given.full]
+    maps += [m.transpose(-1, -2) for m in maps]
+    for present, counts, indices in zip(maps, lists[::2], lists[1::2], strict=True):
+        wanted_counts, wanted = compress(present)
+        width = indices.shape[-1]
+        longest = max(1, int(counts.max()))
+        assert longest <= width <= (wanted.shape[-1] if whole else 2 * longest)
+        assert torch.equal(counts, wanted_counts)
+        assert torch.equal(indices, wanted[..., :width])
+        assert indices.is_contiguous()
+        assert counts.dtype == indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("name", [n for n in GALLERY if n != "none"])
+def test_tiles_are_those_of_torch(name: str) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length = 512
+    layout = fs.build_layout(
+        rule=GALLERY[name], grid=fs.Grid(length, length, batch=2), heads=(4, 4), block_size=64
+    )
+    theirs = create_block_mask(GALLERY[name], 2, 4, length, length, "cpu", BLOCK_SIZE=64)
+    ours = layout.block_mask
+    for field in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        mine, wanted = getattr(ours, field), getattr(theirs, field)
+        assert torch.equal(mine.expand_as(wanted), wanted), field
+    assert torch.equal(ours.to_dense().expand(2, 4, -1, -1), theirs.to_dense())
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_counts_and_who_sees_are_those_of_the_pairs(name: str) -> None:
+    grid = fs.Grid(LENGTH, LENGTH, batch=2)
+    rule = GALLERY[name]
+    layout = fs.build_layout(rule=rule, grid=grid, heads=(4, 2), block_size=96, sanitize=True)
+    dense = layout.dense()
+    assert int(layout.logical_pairs) == int(dense.sum())
+    assert layout.seen_keys is not None
+    seen = dense.unflatten(1, (2, 2)).any(3).any(2)
+    assert torch.equal(layout.seen_keys.expand_as(seen), seen)
+    if bool(dense.any(-1).all()):
+        fs.build_layout(rule=rule, grid=grid, heads=(4, 2), block_size=96, empty="error")
+    else:
+        with pytest.raises(fs.FlexSparseError, match="sees no key"):
+            fs.build_layout(rule=rule, grid=grid, heads=(4, 2), block_size=96, empty="error")
+
+
+# Errors
+
+
+def test_a_read_past_a_table_at_one_pair_is_an_error() -> None:
+    """Where tiles are decided whole, no pair is asked: that the table holds must be sure first."""
+    table = torch.ones(5000, dtype=torch.bool)
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q + (q == 1001) * (kv == 2049) * 4000]
+
+    with pytest.raises(fs.FlexSparseError, match="reads a table past its end"):
+        fs.build_layout(rule=rule, grid=fs.Grid(4096, 4096), heads=(1, 1))
+
+
+def test_a_division_by_zero_at_one_pair_is_an_error() -> None:
+    rule = lambda b, h, q, kv: (q // (q + kv - 3000) > 9000) & (q == 1000)  # noqa: E731
+    with pytest.raises(fs.FlexSparseError, match="divides by zero"):
+        fs.build_layout(rule=rule, grid=fs.Grid(2048, 2048), heads=(1, 1))
+
+
+# Cost
+
+
+def pairs_asked(rule: Any, length: int, tile: int) -> tuple[int, int]:
+    """Tiles left to their pairs, and pairs asked of the mask."""
+    grid = fs.Grid(length, length)
+    program = mask_program(Identity(1, 1), grid, as_rule(rule), None, None)
+    asked = 0
+    mod: Callable[..., Callable[..., Tensor]] = type(program).mod
+
+    def counting(self: Any, tables: list[Tensor]) -> Callable[..., Tensor]:
+        inner = mod(self, tables)
+
+        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            nonlocal asked
+            asked += torch.broadcast_tensors(b, h, q, kv)[0].numel()
+            return inner(b, h, q, kv)
+
+        return mask
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(program), "mod", counting)
+        span = Span(length, length, tile, tile)
+        found = rule_tiles(program, program.tables(grid, CPU), grid, span, (1, 1), CPU)
+    return found.asked, asked
+
+
+REGULAR: dict[str, Callable[[int], Any]] = {
+    "causal": lambda n: Causal(),
+    "streaming": lambda n: Causal() & (SlidingWindow(1000) | AttentionSink(4)),
+    "documents": lambda n: Causal() & Document(torch.arange(n) // 900),
+    "prefix": lambda n: PrefixLM(n // 3),
+    "dilated": lambda n: dilated(512, 4),
+    "blocks": lambda n: blocks_apart(500),
+    "A shape": lambda n: a_shape(1000, 70),
+    "neighbourhood": lambda n: neighbourhood(256, 3),
+    "BigBird": lambda n: big_bird(n, 64),
+}
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_pairs_are_asked_along_the_border_only(name: str) -> None:
+    lengths = (2**13, 2**14, 2**15)
+    tiles, pairs = zip(*(pairs_asked(REGULAR[name](n), n, 64) for n in lengths), strict=True)
+    for smaller, larger in zip(lengths, lengths[1:], strict=False):
+        i, j = lengths.index(smaller), lengths.index(larger)
+        assert tiles[j] <= 2.3 * tiles[i]
+        assert pairs[j] <= 2.3 * pairs[i] + 64 * 64 * 8
+    assert pairs[-1] < lengths[-1] ** 2 / 200
+
+
+def test_a_million_tokens() -> None:
+    length, tile, window = 2**20, 128, 4096
+    layout = fs.build_layout(
+        rule=Causal() & (SlidingWindow(window) | AttentionSink(4)),
+        grid=fs.Grid(length, length),
+        heads=(32, 8),
+        block_size=tile,
+    )
+    rows = length // tile
+    row = torch.arange(rows)
+    full = row.clamp(max=window // tile - 1)
+    assert torch.equal(layout.full_kv_num_blocks[0, 0], full.to(torch.int32))
+    # The diagonal, the far end of the window, and the sink where the window does not hold it.
+    edge = (row >= window // tile).int() + (row > window // tile).int()
+    assert torch.equal(layout.kv_num_blocks[0, 0], (1 + edge).to(torch.int32))
+    assert sum(x.numel() for x in layout.lists) < 100 * rows + 2 * rows * rows
+    assert layout.kv_indices.shape[-1] == 4

@@ -2,6 +2,6 @@
 
 from flexsparse.intervals.refine import RuleTiles, Runs, rule_tiles
 from flexsparse.intervals.verdicts import Judge, Verdicts
-from flexsparse.intervals.worklists import worklists
+from flexsparse.intervals.worklists import lists_of
 
-__all__ = ["Judge", "RuleTiles", "Runs", "Verdicts", "rule_tiles", "worklists"]
+__all__ = ["Judge", "RuleTiles", "Runs", "Verdicts", "lists_of", "rule_tiles"]

@@ -17,7 +17,7 @@ _AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 _DENSE = 1 / 16
 
 
-def worklists(tiles: RuleTiles) -> list[Tensor]:
+def lists_of(tiles: RuleTiles) -> list[Tensor]:
     """Counts and indices by row of the partial tiles and of the full; then by column of both.
 
     As in `compress`, but lists of a large grid are no wider than their longest needs, rounded up to a
