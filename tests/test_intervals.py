@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -507,10 +509,10 @@ REGULAR: dict[str, Callable[[int], Any]] = {
 def test_pairs_are_asked_along_the_border_only(name: str) -> None:
     lengths = (2**13, 2**14, 2**15)
     tiles, pairs = zip(*(pairs_asked(REGULAR[name](n), n, 64) for n in lengths), strict=True)
-    for smaller, larger in zip(lengths, lengths[1:], strict=False):
-        i, j = lengths.index(smaller), lengths.index(larger)
-        assert tiles[j] <= 2.3 * tiles[i]
-        assert pairs[j] <= 2.3 * pairs[i] + 64 * 64 * 8
+    for smaller, larger in pairwise(tiles):
+        assert larger <= 2.3 * smaller
+    for smaller, larger in pairwise(pairs):
+        assert larger <= 2.3 * smaller + 64 * 64 * 8
     assert pairs[-1] < lengths[-1] ** 2 / 200
 
 
