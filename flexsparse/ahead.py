@@ -2,70 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.errors import RuleError
+from flexsparse.arguments import Empty
+from flexsparse.coverage import Span
 from flexsparse.grid import Grid
-from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
+from flexsparse.intervals import lists_of, naming, rule_codes, rule_tiles
+from flexsparse.occupancy import list_axes, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+
+
+class Element(NamedTuple):
+    """What one key costs: its head dims and the bytes of a number."""
+
+    head_dim: int = 128
+    v_head_dim: int = 128
+    itemsize: int = 2
+
+
+class Terms(NamedTuple):
+    """All that is decided about a kind of layout. ``columns`` is the room for the rows of a column,
+    None for all there are, 0 where nobody asks for lists by column."""
+
+    program: MaskProgram
+    grid: Grid
+    block_size: tuple[int, int]
+    device: torch.device
+    empty: Empty = "zero"
+    sanitize: bool = False
+    element: Element = Element()
+    columns: int | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span(self.grid.q_len, self.grid.kv_len, *self.block_size)
+
+    @property
+    def asks_queries(self) -> bool:
+        """Whether single queries and keys decide, so that pairs have to be evaluated."""
+        return self.program.reach is not None or self.empty == "error" or self.sanitize
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """Tables of the rule and offset, and what the rule makes of each tile.
 
-    ``codes [B or 1, Hq or 1, R, C]`` int8 in logical axes: 0 where it allows nothing, 2 where it
-    allows every pair that exists, 1 between; None where there is no rule.
+    Without a selection that is the whole layout: ``lists`` of torch's, in kernel coordinates. Beside
+    one it is ``codes [B or 1, Hq or 1, R, C]`` in logical axes; None where every tile is full.
     """
 
     versions: tuple[int, ...]
     tables: FixedTables
     codes: Tensor | None
+    lists: list[Tensor] | None
 
 
-def look_ahead(
-    program: MaskProgram, grid: Grid, block_size: tuple[int, int], device: torch.device
-) -> Ahead:
+def look_ahead(terms: Terms) -> Ahead:
+    program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
     tables = program.fixed_tables(grid, device)
-    codes = None
-    if program.rule is not None:
-        codes = rule_codes(
-            program.of_rule_alone(),
-            tables,
-            Span(grid.q_len, grid.kv_len, *block_size),
-            grid,
-            device,
-        )
-    return Ahead(program.versions(grid), tables, codes)
-
-
-def rule_codes(
-    program: MaskProgram, tables: FixedTables, span: Span, grid: Grid, device: torch.device
-) -> Tensor:
-    batch = grid.batch if program.uses_batch else 1
-    heads = program.address.heads if program.uses_head else 1
-    tiles = every_tile(batch, heads, span, device)
-    with naming(program):
-        covered = cover(program.mod(program.tables(tables)), tiles, span)
-    some = torch.where(covered.visible > 0, PARTIAL, EMPTY)
-    return torch.where(covered.full, FULL, some).to(torch.int8).view(batch, heads, *span.tiles)
-
-
-@contextmanager
-def naming(program: MaskProgram) -> Iterator[None]:
-    """Gives what a rule does wrong at some position the rule's name."""
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        divides = "ZeroDivision" in str(error)
-        if not divides and not isinstance(error, IndexError):
-            raise
-        name = program.rule.name if program.rule else "the mask"
-        what = "divides by zero" if divides else "reads a table past its end"
-        raise RuleError(f"{name} {what}: {error}") from error
+    codes = lists = None
+    if program.member is None and not on_device_only(device):
+        axes = list_axes(program, grid, None)
+        with naming(program):
+            tiles = rule_tiles(program, program.tables(tables), grid, span, axes, device)
+        # Which keys nobody sees is read by column.
+        lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
+    elif program.rule is not None and not terms.asks_queries:
+        codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
+    return Ahead(program.versions(grid), tables, codes, lists)

@@ -96,23 +96,18 @@ def count(layout: Layout) -> Budget:
     heads, kv_heads = address.heads, address.kv_heads
     batch = address.kernel_batch(grid.batch)
     partial, full = (
-        address.unpack(m.expand(batch, address.kernel_heads[0], -1, -1), grid.batch)
-        for m in layout.tile_maps()
+        address.unpack(counts.expand(batch, address.kernel_heads[0], -1), grid.batch)
+        for counts in (layout.kv_num_blocks, layout.full_kv_num_blocks)
     )
-    visited = partial | full  # [B, Hq, R, C]
+    visited = partial + full  # [B, Hq, R]
     area = layout.block_size[0] * layout.block_size[1]
     tiles, full_tiles = int(visited.sum()), int(full.sum())
     pair_flops = 2 * (element.head_dim + element.v_head_dim)
     tile_bytes = layout.block_size[1] * (element.head_dim + element.v_head_dim) * element.itemsize
     pairs = int(layout.logical_pairs)
     lists = Sharing(1, kv_heads, heads)
-    group = rearrange(visited, "b (g r) m n -> b g r m n", g=kv_heads)
-    reads = Sharing(
-        shared=int(visited.any(1).sum()) * kv_heads,
-        per_kv_head=int(group.any(2).sum()),
-        per_query_head=tiles,
-    )
-    rows, columns = visited.shape[-2:]
+    reads = _reads(layout, tiles)
+    rows, columns = layout.span.tiles
     list_bytes = 4 * 2 * (rows * (layout.kv_indices.shape[-1] + 1))
     if layout.columns is not None:
         list_bytes += 4 * 2 * (columns * (layout.columns.partial_idx.shape[-1] + 1))
@@ -131,11 +126,28 @@ def count(layout: Layout) -> Budget:
         metadata_bytes=metadata,
         useful_flops=pairs * pair_flops,
         executed_flops=tiles * area * pair_flops,
-        rows=_spread(visited.sum(-1).flatten()),
+        rows=_spread(visited.flatten()),
         kv_bytes_if=Sharing(*(n * tile_bytes for n in vars(reads).values())),
         metadata_bytes_if=Sharing(
             *(n * grid.batch * (list_bytes + word_bytes) for n in vars(lists).values())
         ),
+    )
+
+
+def _reads(layout: Layout, tiles: int) -> Sharing:
+    """How often a tile of keys is read if heads share their lists, and so what any of them visits."""
+    address, grid = layout.address, layout.grid
+    if _list_heads(layout) == 1:
+        shared = tiles // address.heads * address.kv_heads
+        return Sharing(shared=shared, per_kv_head=shared, per_query_head=tiles)
+    partial, full = layout.tile_maps()
+    batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
+    visited = address.unpack((partial | full).expand(batch, heads, -1, -1), grid.batch)
+    group = rearrange(visited, "b (g r) m n -> b g r m n", g=address.kv_heads)
+    return Sharing(
+        shared=int(visited.any(1).sum()) * address.kv_heads,
+        per_kv_head=int(group.any(2).sum()),
+        per_query_head=tiles,
     )
 
 

@@ -8,12 +8,12 @@ keys nobody sees (``sanitize``) take the evaluation of pairs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexsparse.address import Identity
-from flexsparse.ahead import Ahead, look_ahead, naming
+from flexsparse.ahead import Ahead, Terms, look_ahead
 from flexsparse.arguments import (
     Empty,
     Fallback,
@@ -24,15 +24,17 @@ from flexsparse.arguments import (
     check_selection,
     tile_size,
 )
-from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.coverage import cover, every_tile
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
+from flexsparse.intervals import naming
 from flexsparse.kernels import membership
-from flexsparse.kernels.columns import column_tiles
+from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.rows import EMPTY, FULL, pack_bits, row_tiles
-from flexsparse.layout import Element, Layout
+from flexsparse.layout import Layout
+from flexsparse.listed import seeing_queries, seen_keys
 from flexsparse.occupancy import (
     list_axes,
     near,
@@ -44,32 +46,9 @@ from flexsparse.occupancy import (
     tile_maps_of,
     tiles_of,
 )
-from flexsparse.program import MaskProgram, mask_program
+from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
-
-
-class Terms(NamedTuple):
-    """All that is decided about a kind of layout. ``columns`` is the room for the rows of a column,
-    None for all there are, 0 where nobody asks for lists by column."""
-
-    program: MaskProgram
-    grid: Grid
-    block_size: tuple[int, int]
-    device: torch.device
-    empty: Empty = "zero"
-    sanitize: bool = False
-    element: Element = Element()
-    columns: int | None = None
-
-    @property
-    def span(self) -> Span:
-        return Span(self.grid.q_len, self.grid.kv_len, *self.block_size)
-
-    @property
-    def asks_queries(self) -> bool:
-        """Whether single queries and keys decide, so that pairs have to be evaluated."""
-        return self.program.reach is not None or self.empty == "error" or self.sanitize
 
 
 def build_layout(
@@ -104,17 +83,58 @@ def build_layout(
     program = mask_program(address, grid, as_rule(rule), select, reach)
     device = torch.device(device)
     terms = Terms(program, grid, tiles, device, empty, check_flag("sanitize", sanitize))
-    layout = make(terms, select, look_ahead(program, grid, tiles, device))
+    layout = make(terms, select, look_ahead(terms))
     if not check_flag("exact", exact) or terms.asks_queries or select is None:
         return layout
     return settled(layout)
 
 
 def make(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
-    """The layout of one selection."""
+    """The layout of one selection, or of the rule alone."""
+    if ahead.lists is not None:
+        return of_rule(terms, ahead, ahead.lists)
     if terms.asks_queries:
         return by_pairs(terms, select, ahead)
     return from_lists(terms, select, ahead)
+
+
+def of_rule(terms: Terms, ahead: Ahead, lists: list[Tensor]) -> Layout:
+    """The tiles of a rule alone: found ahead, they are the layout."""
+    program, grid, span = terms.program, terms.grid, terms.span
+    tables = program.tables(ahead.tables)
+    axes = (lists[0].shape[0], lists[0].shape[1])
+    has_empty_row = keys = None
+    mask = program.mod(tables)
+    if terms.empty == "error":
+        seen = seeing_rows(*seeing_queries(mask, lists, span), axes, span)
+        has_empty_row = ~seen.all()
+        refuse_empty(seen, program.address, grid)
+    if terms.sanitize:
+        at, by_tile = seen_keys(mask, lists, span)
+        keys = seen_keys_of(at, by_tile, axes, span, program.address)
+    columns = None
+    if len(lists) > 4:
+        partial_num, partial_idx, full_num, full_idx = lists[4:]
+        degrees = torch.stack([partial_num, full_num])
+        columns = ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)
+    return Layout(
+        grid=grid,
+        heads=(program.address.heads, program.address.kv_heads),
+        block_size=terms.block_size,
+        address=program.address,
+        program=program,
+        tables=tables,
+        kv_num_blocks=lists[0],
+        kv_indices=lists[1],
+        full_kv_num_blocks=lists[2],
+        full_kv_indices=lists[3],
+        columns=columns,
+        has_empty_row=has_empty_row,
+        seen_keys=keys,
+        select=None,
+        element=terms.element,
+        versions=ahead.versions,
+    )
 
 
 def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:

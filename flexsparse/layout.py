@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from flexsparse.address import Identity
-from flexsparse.coverage import Span, cover
+from flexsparse.ahead import Element
+from flexsparse.coverage import Span
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import expand
 from flexsparse.kernels.rows import pack_bits
+from flexsparse.listed import visible_pairs
 from flexsparse.program import MaskProgram
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
@@ -25,15 +27,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexsparse.budget import Budget
-
-
-@dataclass(frozen=True)
-class Element:
-    """What one key costs: its head dims and the bytes of a number."""
-
-    head_dim: int = 128
-    v_head_dim: int = 128
-    itemsize: int = 2
 
 
 @register
@@ -113,18 +106,11 @@ class Layout:
     @property
     def logical_pairs(self) -> Tensor:
         """0-d int64: the pairs that rule and selection allow, over batch and query heads."""
-        partial, full = self.tile_maps()
-        inside = cover(self.mask_mod, partial.nonzero(), self.span).visible.sum()
-        height, width = (
-            (torch.arange(n, device=full.device) * tile).clamp(max=length)
-            for n, tile, length in zip(
-                (m + 1 for m in self.span.tiles), self.block_size, self.span[:2], strict=True
-            )
-        )
-        area = height.diff()[:, None] * width.diff()[None]
+        partial, full = self.lists[0:2], self.lists[2:4]
         batch, heads = self.address.kernel_batch(self.grid.batch), self.address.kernel_heads[0]
-        sharing = (batch // full.shape[0]) * (heads // full.shape[1])
-        return (inside + (full * area).sum()) * sharing
+        lists = self.kv_num_blocks.shape
+        sharing = (batch // lists[0]) * (heads // lists[1])
+        return visible_pairs(self.mask_mod, partial, full, self.span) * sharing
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
         """What the tiles amount to, pair by pair, in logical axes ``[B, Hq, n, S]``."""

@@ -265,7 +265,7 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         parts = {name: _content(cell) for name, cell in names}
         read = value.__code__.co_names
         parts |= {name: value.__globals__[name] for name in read if name in value.__globals__}
-    elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
+    elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor | ModuleType):
         parts = holdings(value)
         for name, part in list(parts.items()):
             if isinstance(part, tuple):

@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 
 from flexsparse.address import Identity
-from flexsparse.ahead import Ahead, look_ahead
+from flexsparse.ahead import Ahead, Terms, look_ahead
 from flexsparse.arguments import (
-    Empty,
     check_flag,
     check_qkv,
     check_selection,
 )
 from flexsparse.backends import Backend, Call, Work, flex
-from flexsparse.building import Terms, make
+from flexsparse.building import make
 from flexsparse.choice import (
     BACKENDS,
 )
 from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
-from flexsparse.layout import Element, Layout
+from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
 from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import describe
@@ -59,27 +58,39 @@ class Plan:
     ``plan.run(q, k, v, layout)`` decides nothing any more.
     """
 
-    grid: Grid
+    terms: Terms
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
-    device: torch.device
     rule: MaskRule | None
     score: ScoreRule | None
     selector: Selector | None
-    address: Identity
-    tile: tuple[int, int]
     backend: str
     scale: float
     sink: Tensor | None
-    empty: Empty
-    sanitize: bool
-    program: MaskProgram
     score_program: ScoreProgram | None
     reasons: tuple[str, ...]
     ahead: Ahead
-    columns: int | None
-    """Room for the rows of a column; 0 where no gradient is asked for."""
     first: Layout | None
+
+    @property
+    def grid(self) -> Grid:
+        return self.terms.grid
+
+    @property
+    def program(self) -> MaskProgram:
+        return self.terms.program
+
+    @property
+    def address(self) -> Identity:
+        return self.terms.program.address
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.terms.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.terms.device
 
     def layout(self, select: Selection | None = None) -> Layout:
         """The layout of a selection of the kind this plan was made for; nothing else is decided."""
@@ -110,23 +121,16 @@ class Plan:
                     f"select is on {select.indices.device} but the plan on {self.device}: move it "
                     "with select.to(device)"
                 )
-        return make(self._terms(), select, self._looked_ahead())
-
-    def _terms(self) -> Terms:
-        element = Element(*self.shape[2:], self.dtype.itemsize)
-        return Terms(
-            self.program, self.grid, self.tile, self.device, self.empty, self.sanitize, element,
-            self.columns,
-        )  # fmt: skip
+        return make(self.terms, select, self._looked_ahead())
 
     def _looked_ahead(self) -> Ahead:
         """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
-        known = self.program.counts_changes(self.grid) or torch.compiler.is_compiling()
-        if known and (
-            torch.compiler.is_compiling() or self.ahead.versions == self.program.versions(self.grid)
-        ):
+        if torch.compiler.is_compiling():
             return self.ahead
-        ahead = look_ahead(self.program, self.grid, self.tile, self.device)
+        counts = self.program.counts_changes(self.grid)
+        if counts and self.ahead.versions == self.program.versions(self.grid):
+            return self.ahead
+        ahead = look_ahead(self.terms)
         object.__setattr__(self, "ahead", ahead)
         return ahead
 
@@ -207,14 +211,14 @@ class Plan:
         Where columns have less room than there are rows, the host looks whether they sufficed.
         """
         if layout.columns is None:
-            return layout.with_columns(self.columns or None)
+            return layout.with_columns(self.terms.columns or None)
         rows = layout.span.tiles[0]
-        if layout.columns.capacity == rows or on_device_only(self.device):
+        cut = layout.select is not None and layout.columns.capacity < rows
+        if not cut or on_device_only(self.device):
             return layout
         if (most := int(layout.columns.most)) <= layout.columns.capacity:
             return layout
-        object.__setattr__(self, "columns", _room(most, rows))
-        return layout.with_columns(self.columns)
+        return self._with_room(layout, most)
 
     def measured(self, layout: Layout) -> Layout:
         """Cuts the lists by column to what they need and a quarter more, where they are large."""
@@ -223,10 +227,20 @@ class Plan:
         _, kv_heads, head_dim, v_head_dim = self.shape
         read = batch * kv_heads * self.grid.kv_len * (head_dim + v_head_dim) * self.dtype.itemsize
         full = 2 * lists[0] * lists[1] * rows * columns * 4
-        if layout.columns is None or full <= read * _LARGE or on_device_only(self.device):
+        if (
+            layout.select is None
+            or layout.columns is None
+            or full <= read * _LARGE
+            or on_device_only(self.device)
+        ):
             return layout
-        object.__setattr__(self, "columns", _room(int(layout.columns.most), rows))
-        return layout.with_columns(self.columns)
+        return self._with_room(layout, int(layout.columns.most))
+
+    def _with_room(self, layout: Layout, most: int) -> Layout:
+        """From here on columns have room for ``most`` rows and a quarter more."""
+        room = max(1, min(layout.span.tiles[0], most + most // 4))
+        object.__setattr__(self, "terms", self.terms._replace(columns=room))
+        return layout.with_columns(room)
 
     def outdated(self, layout: Layout) -> bool:
         """Whether a tensor that the tiles of one of the plan's own layouts depend on has changed."""
@@ -314,10 +328,6 @@ class Plan:
 
 # Lists by column are cut to their need where whole they would take more than this beside K and V.
 _LARGE = 0.01
-
-
-def _room(most: int, rows: int) -> int:
-    return max(1, min(rows, most + most // 4))
 
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from flexsparse.ahead import look_ahead
+from flexsparse.ahead import Element, Terms, look_ahead
 from flexsparse.arguments import (
     Empty,
     Fallback,
@@ -106,26 +106,29 @@ def make_plan(
     call = Call(q.device, q.dtype, q.shape[3], v.shape[3], grads, sink is not None)
     chosen = choose_backend(backend, call, reasons)
     size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
+    terms = Terms(
+        program,
+        grid,
+        size,
+        q.device,
+        check_empty(empty),
+        check_flag("sanitize", sanitize),
+        Element(q.shape[3], v.shape[3], q.dtype.itemsize),
+        None if grads else 0,
+    )
     plan = Plan(
-        grid=grid,
+        terms=terms,
         shape=(*heads, q.shape[3], v.shape[3]),
         dtype=q.dtype,
-        device=q.device,
         rule=ruled,
         score=scored,
         selector=selector,
-        address=address,
-        tile=size,
         backend=chosen.name,
         scale=checked_scale,
         sink=sink,
-        empty=check_empty(empty),
-        sanitize=check_flag("sanitize", sanitize),
-        program=program,
         score_program=score_code,
         reasons=tuple(reasons),
-        ahead=look_ahead(program, grid, size, q.device),
-        columns=None if grads else 0,
+        ahead=look_ahead(terms),
         first=None,
     )
     object.__setattr__(plan, "first", plan.measured(plan.layout(selection)))

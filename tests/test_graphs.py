@@ -84,7 +84,7 @@ def test_a_column_that_outgrows_its_room_is_told_after_replay() -> None:
         )
 
     plan = fs.make_plan(q, k, v, select=selection("error"))
-    object.__setattr__(plan, "columns", 2)
+    object.__setattr__(plan, "terms", plan.terms._replace(columns=2))
     graph, layout = captured(lambda: plan.layout(selection("drop")))
     graph.replay()
     plan.raise_pending(layout)

@@ -149,7 +149,7 @@ def test_a_plan_gives_columns_the_room_they_need_and_regrows() -> None:
     """A selection that leans on one column, in a plan made from an even one, loses no gradient."""
     plan, inputs = training(spread(None))
     assert plan.first is not None and plan.first.columns is not None
-    assert plan.columns == plan.first.columns.capacity == 1
+    assert plan.terms.columns == plan.first.columns.capacity == 1
     crowded = plan.layout(spread(3))
     with pytest.raises(fs.FlexSparseError, match="visited by 20 rows of tiles, but .* room for 1"):
         plan.raise_pending(crowded)
@@ -157,7 +157,7 @@ def test_a_plan_gives_columns_the_room_they_need_and_regrows() -> None:
     got = torch.autograd.grad(out.square().sum(), inputs)
     true = torch.autograd.grad(fs.reference(*inputs, select=spread(3)).out.square().sum(), inputs)
     torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
-    assert plan.columns == 20
+    assert plan.terms.columns == 20
     plan.raise_pending(plan.layout(spread(3)))
 
 

@@ -9,12 +9,11 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from flexsparse.address import Identity
-from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.coverage import Span
 from flexsparse.errors import ArgumentError, SelectionError
 from flexsparse.grid import Grid
-from flexsparse.program import mask_program
-from flexsparse.rules import MaskMod, as_rule
+from flexsparse.intervals import reach
+from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 
 Heads = Literal["shared", "kv", "query"]
@@ -72,16 +71,10 @@ class Selector:
         self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None, heads: int
     ) -> Tensor:
         """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key."""
-        address = Identity(q.shape[1], k.shape[1])
         block = min(self.q_block, grid.q_len), min(self.block, grid.kv_len)
         span = Span(grid.q_len, grid.kv_len, *block)
-        program = mask_program(address, grid, as_rule(rule), None, None)
-        batch = grid.batch if program.uses_batch else 1
-        lanes = address.heads if program.uses_head else 1
-        tiles = every_tile(batch, lanes, span, q.device)
-        fixed = program.fixed_tables(grid, q.device)
-        reached = cover(program.mod(program.tables(fixed)), tiles, span).visible > 0
-        reached = reached.view(batch, lanes, *span.tiles)
+        reached = reach(rule, grid, (q.shape[1], k.shape[1]), span, q.device)
+        lanes = reached.shape[1]
         if lanes > heads:
             # A list serves several query heads: it may hold what any of them may see.
             reached = rearrange(reached, "b (g r) m n -> b g r m n", g=heads).any(2)

@@ -1,0 +1,66 @@
+"""What a rule makes of each tile, as a map: beside a selection every tile may be asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from flexsparse.coverage import Span, cover, every_tile
+from flexsparse.errors import RuleError
+from flexsparse.grid import Grid
+from flexsparse.intervals.refine import Runs, rule_tiles
+from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
+from flexsparse.occupancy import on_device_only
+from flexsparse.program import FixedTables, MaskProgram
+
+
+def rule_codes(
+    program: MaskProgram, tables: FixedTables, grid: Grid, span: Span, device: torch.device
+) -> Tensor:
+    """int8 ``[B or 1, Hq or 1, R, C]`` of a program without selection, in its own coordinates.
+
+    0 where the rule allows nothing, 2 where it allows every pair that exists, 1 between. Where the
+    host must not look every pair is evaluated.
+    """
+    batch = program.address.kernel_batch(grid.batch) if program.uses_batch else 1
+    heads = program.address.kernel_heads[0] if program.uses_head else 1
+    lists = (batch, heads)
+    read = program.tables(tables)
+    with naming(program):
+        if not on_device_only(device):
+            tiles = rule_tiles(program, read, grid, span, lists, device)
+            return _painted(tiles.partial, tiles.full, lists, span)
+        covered = cover(program.mod(read), every_tile(*lists, span, device), span)
+    some = torch.where(covered.visible > 0, PARTIAL, EMPTY)
+    return torch.where(covered.full, FULL, some).to(torch.int8).view(*lists, *span.tiles)
+
+
+def _painted(partial: Runs, full: Runs, lists: tuple[int, int], span: Span) -> Tensor:
+    rows, columns = span.tiles
+    # Each run adds its code where it begins and takes it back past its end.
+    edges = torch.zeros(
+        (lists[0] * lists[1] * rows, columns + 1), dtype=torch.int8, device=full.row.device
+    )
+    for runs, code in ((partial, PARTIAL), (full, FULL)):
+        step = torch.full_like(runs.row, code, dtype=torch.int8)
+        edges.index_put_((runs.row, runs.first), step, accumulate=True)
+        edges.index_put_((runs.row, runs.stop), -step, accumulate=True)
+    codes = edges.cumsum(1, dtype=torch.int8)[:, :columns]
+    return codes.contiguous().view(*lists, rows, columns)
+
+
+@contextmanager
+def naming(program: MaskProgram) -> Iterator[None]:
+    """Gives what a rule does wrong at some position the rule's name."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        divides = "ZeroDivision" in str(error)
+        if not divides and not isinstance(error, IndexError):
+            raise
+        name = program.rule.name if program.rule else "the mask"
+        what = "divides by zero" if divides else "reads a table past its end"
+        raise RuleError(f"{name} {what}: {error}") from error

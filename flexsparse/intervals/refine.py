@@ -1,0 +1,166 @@
+"""A rule's tiles from coarse to fine: each row of tiles asks wide stretches of keys first.
+
+Only stretches that are neither all seen nor all hidden are cut, into eight, so that a row costs what
+the rule's border costs in it. Rows are fine from the start: what a rule reads at the query (its
+document, its block of candidates) is then narrow, and cuts along the keys do the rest. Where that is
+not narrow enough, and many stretches stay open, slices of the row's queries are asked one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexsparse.coverage import Span
+from flexsparse.grid import Grid
+from flexsparse.intervals.settle import settle
+from flexsparse.intervals.verdicts import Judge, Verdicts, Wide
+from flexsparse.program import MaskProgram
+from flexsparse.shapes import ceil_div
+
+_CUT = 8
+# Open stretches a row from which its queries are asked in slices, and in how many.
+_MANY = 6
+_SLICES = (2, 8)
+
+
+class Runs(NamedTuple):
+    """Stretches of tiles ``[n]``: a row (of all batches, heads and rows), first column, and one past.
+
+    Ordered by row and column; none overlap.
+    """
+
+    row: Tensor
+    first: Tensor
+    stop: Tensor
+
+    @property
+    def widths(self) -> Tensor:
+        return self.stop - self.first
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTiles:
+    """The tiles of a rule, row by row, over ``lists`` (batches, heads) with lists of their own.
+
+    ``asked`` is how many tiles intervals left open, which were settled by asking pairs.
+    """
+
+    partial: Runs
+    full: Runs
+    lists: tuple[int, int]
+    span: Span
+    asked: int
+
+
+def rule_tiles(
+    program: MaskProgram,
+    tables: list[Tensor],
+    grid: Grid,
+    span: Span,
+    lists: tuple[int, int],
+    device: torch.device,
+    *,
+    exact: bool = True,
+) -> RuleTiles:
+    """Every tile of a rule that is not empty. Reads the device a few times.
+
+    ``tables`` are the program's. What intervals leave open is settled by its pairs; with
+    ``exact=False`` it is called partial unseen, which is right but may list an empty tile, or mask
+    inside a full one.
+    """
+    rows, columns = span.tiles
+    asking = _Asking(Judge(program, grid, span, device), lists)
+    size = 1
+    while size * _CUT < columns:
+        size *= _CUT
+    wide = ceil_div(columns, size)
+    row = torch.arange(lists[0] * lists[1] * rows, device=device).repeat_interleave(wide)
+    place = torch.arange(wide, device=device).repeat(lists[0] * lists[1] * rows)
+    full: list[Runs] = []
+    while True:
+        stretches = Runs(row, place * size, ((place + 1) * size).clamp(max=columns))
+        found, left, may_fail = asking.decided(stretches)
+        full.append(found)
+        row = left.row
+        place = left.first // size
+        if size == 1:
+            break
+        size //= _CUT
+        row = row.repeat_interleave(_CUT)
+        place = (place[:, None] * _CUT + torch.arange(_CUT, device=device)).flatten()
+        inside = place * size < columns
+        row, place = row[inside], place[inside]
+    partial = left
+    if exact:
+        tiles = torch.stack([*asking.named(left.row), left.first], 1)
+        is_partial, is_full = settle(program.mod(tables), tiles, may_fail, span)
+        partial = _where(left, is_partial)
+        full.append(_where(left, is_full))
+    runs = Runs(*(torch.cat(x) for x in zip(*full, strict=True)))
+    asked = len(tiles) if exact else 0
+    return RuleTiles(_ordered(partial, columns), _ordered(runs, columns), lists, span, asked)
+
+
+class _Asking(NamedTuple):
+    """A judge, asked about stretches of rows of all lists."""
+
+    judge: Judge
+    lists: tuple[int, int]
+
+    def named(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Batch, head and row of tiles that rows of all lists stand for."""
+        rows = self.judge.span.tiles[0]
+        entry = row // rows
+        return entry // self.lists[1], entry % self.lists[1], row % rows
+
+    def decided(self, stretches: Runs) -> tuple[Runs, Runs, Tensor]:
+        """The full stretches, those left open, and of these which may fail."""
+        verdicts = self._verdicts(stretches, 1)
+        full = [_where(stretches, verdicts.full)]
+        for slices in (*_SLICES, None):
+            is_open = ~verdicts.full & ~verdicts.empty
+            stretches, may_fail = _where(stretches, is_open), verdicts.may_fail[is_open]
+            few = _MANY * self.lists[0] * self.lists[1] * self.judge.span.tiles[0]
+            if slices is None or len(stretches.row) <= few:
+                break
+            verdicts = self._verdicts(stretches, slices)
+            full.append(_where(stretches, verdicts.full))
+        return Runs(*(torch.cat(x) for x in zip(*full, strict=True))), stretches, may_fail
+
+    def _verdicts(self, stretches: Runs, slices: int) -> Verdicts:
+        span = self.judge.span
+        b, h, row = self.named(stretches.row)
+        step = ceil_div(span.q_tile, slices)
+        verdicts = [
+            self.judge(
+                Wide(
+                    b,
+                    h,
+                    row * span.q_tile + start,
+                    row * span.q_tile + min(start + step, span.q_tile) - 1,
+                    stretches.first,
+                    stretches.stop - 1,
+                )
+            )
+            for start in range(0, span.q_tile, step)
+        ]
+        full, empty, may_fail = (torch.stack(x) for x in zip(*verdicts, strict=True))
+        return Verdicts(full.all(0), empty.all(0), may_fail.any(0))
+
+
+def _where(runs: Runs, kept: Tensor) -> Runs:
+    at = kept.nonzero()[:, 0]
+    return Runs(*(x[at] for x in runs))
+
+
+def _ordered(runs: Runs, columns: int) -> Runs:
+    """Runs in order, those that touch as one."""
+    order = (runs.row * columns + runs.first).argsort()
+    row, first, stop = (x[order] for x in runs)
+    begins = torch.ones_like(row, dtype=torch.bool)
+    begins[1:] = (row[1:] != row[:-1]) | (first[1:] != stop[:-1])
+    return Runs(row[begins], first[begins], stop[begins.roll(-1)])
