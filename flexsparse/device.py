@@ -28,7 +28,8 @@ compiles = CompileCounter()
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What torch.autocast computes in on ``device``; None where it is off, or unknown."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # torch.amp.is_autocast_available would say, but cannot be traced.
+    if kind not in ("cpu", "cuda", "xpu", "mps") or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
