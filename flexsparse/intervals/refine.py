@@ -23,7 +23,7 @@ from flexsparse.shapes import ceil_div
 
 _CUT = 8
 # Open stretches a row from which its queries are asked in slices, and in how many.
-_MANY = 6
+_MANY = 12
 _SLICES = (2, 8)
 
 
