@@ -38,6 +38,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import MaskProgram, mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.shown import Shown
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -55,7 +56,7 @@ class Element:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Layout:
+class Layout(Shown):
     """Tiles of ``block_size`` in kernel coordinates: those to be masked inside, and the full ones.
 
     ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, C]`` row r visits and masks;

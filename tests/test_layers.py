@@ -15,15 +15,16 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes grid device",
+    "errors shapes grid device shown",
     "recording parameters tracing bounds rules scores kernels selection resolve",
-    "arguments merge reference conditioning viz",
+    "arguments merge reference conditioning",
     "address program coverage occupancy selectors",
     "layout adapters budget",
     "backends choice plan",
     "attention",
     "checking samples",
-    "experiment cli __main__",
+    "viz",
+    "experiment verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PatchCollection
@@ -34,14 +35,21 @@ class Picture(Figure):
 
 def draw(source: Source, dark: bool, ax: Axes | None) -> Figure:
     palette = DARK if dark else LIGHT
-    if ax is None:
-        figure: Figure = Picture(figsize=(7.2, 7.9), layout="constrained", facecolor=palette.paper)
-        ax = figure.add_subplot()
-    raster = _panel(ax, source, palette, source.title)
-    _legend(ax, source, raster, palette)
-    root = ax.get_figure(root=True)
-    assert root is not None
-    return root
+    if ax is not None:
+        keys = _panel(ax, source, palette, source.title, 60)
+        ax.legend(**_legend(keys, palette, 2), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        root = ax.get_figure(root=True)
+        assert root is not None
+        return root
+    figure = Picture(figsize=(7.2, 8.5), layout="constrained", facecolor=palette.paper)
+    title = "\n".join(textwrap.wrap(source.title, 72))
+    figure.suptitle(
+        title, x=0.02, ha="left", fontsize=11, fontweight="bold", color=palette.ink,
+        parse_math=False,
+    )  # fmt: skip
+    keys = _panel(figure.add_subplot(), source, palette, "", 92)
+    figure.legend(**_legend(keys, palette, 3), loc="outside lower center")
+    return figure
 
 
 def draw_all(sources: list[Source], names: list[str], dark: bool) -> Figure:
@@ -49,52 +57,45 @@ def draw_all(sources: list[Source], names: list[str], dark: bool) -> Figure:
     columns = min(len(sources), 3)
     rows = -(-len(sources) // columns)
     figure = Picture(
-        figsize=(5.6 * columns, 6.2 * rows), layout="constrained", facecolor=palette.paper
+        figsize=(5.4 * columns, 6.0 * rows + 0.4), layout="constrained", facecolor=palette.paper
     )
-    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(len(sources))]
-    for ax, source, name in zip(axes, sources, names, strict=True):
-        raster = _panel(ax, source, palette, f"{name}: {source.title}")
-        _legend(ax, source, raster, palette)
+    keys: dict[str, Patch] = {}
+    for i, (source, name) in enumerate(zip(sources, names, strict=True)):
+        ax = figure.add_subplot(rows, columns, i + 1)
+        keys |= _panel(ax, source, palette, f"{name}: {source.title}", 62)
+    figure.legend(**_legend(keys, palette, 2 * columns), loc="outside lower center")
     return figure
 
 
-def _panel(ax: Axes, source: Source, palette: Palette, title: str) -> Raster:
+def _panel(ax: Axes, source: Source, palette: Palette, title: str, wide: int) -> dict[str, Patch]:
+    """Draws one and returns what its legend needs."""
     raster = source.raster(CELLS, CELLS)
     first = source.q_offset
     ax.set_facecolor(palette.paper)
     ax.imshow(
         colours(raster, palette).numpy(),
         extent=(0, raster.kv.cells * raster.kv.cell, raster.q.cells * raster.q.cell, 0),
-        interpolation="nearest",
-        aspect="equal" if _alike(source) else "auto",
+        aspect="equal" if source.alike else "auto",
     )
-    ax.set_xlim(0, source.kv_len)
-    ax.set_ylim(source.q_len, 0)
+    # A frame on the first column of tiles would hide it.
+    ax.set_xlim(-source.kv_len / 250, source.kv_len * (1 + 1 / 250))
+    ax.set_ylim(source.q_len * (1 + 1 / 250), -source.q_len / 250)
     _grid(ax, raster, palette)
     _outline(ax, source, raster, palette)
-    wide = max(30, int(ax.get_position().width * ax.figure.get_figwidth() * 12))
     under = f"{words.lengths(raster)}; {words.counts(raster)}; {words.scale(raster, 'pixel')}"
-    ax.set_title(
-        "\n".join(textwrap.wrap(title, wide)), loc="left", fontsize=10, color=palette.ink,
-        fontweight="bold", pad=8 + 11 * len(textwrap.wrap(under, wide + 14)), parse_math=False,
-    )  # fmt: skip
-    ax.annotate(
-        "\n".join(textwrap.wrap(under, wide + 14)), (0, 1), (0, 5), xycoords="axes fraction",
-        textcoords="offset points", fontsize=8, color=palette.ink, va="bottom",
-    )  # fmt: skip
+    lines = [*textwrap.wrap(title, wide), *textwrap.wrap(under, wide)]
+    ax.set_title("\n".join(lines), loc="left", fontsize=8.5, color=palette.ink, parse_math=False)
     _ticks(ax, raster, first, palette)
-    return raster
-
-
-def _alike(source: Source) -> bool:
-    lengths = (source.q_len, source.kv_len)
-    return max(lengths) <= 8 * min(lengths)
+    return _keys(source, raster, palette)
 
 
 def _ticks(ax: Axes, raster: Raster, first: int, palette: Palette) -> None:
     """Positions on both axes; those of small pictures under the middle of their cells."""
     middle = 0.5 if raster.q.cell == raster.kv.cell == 1 else 0.0
-    for axis, length, start in ((ax.xaxis, raster.kv.length, 0), (ax.yaxis, raster.q.length, first)):
+    for axis, length, start in (
+        (ax.xaxis, raster.kv.length, 0),
+        (ax.yaxis, raster.q.length, first),
+    ):
         step = _even(length)
         marks = [float(t) for t in range(-start % step, length, step)]
         axis.set_ticks([t + middle for t in marks])
@@ -155,22 +156,21 @@ def _outlined(source: Source, raster: Raster) -> list[list[int]] | None:
     return None if boxes is None else boxes.tolist()
 
 
-def _legend(ax: Axes, source: Source, raster: Raster, palette: Palette) -> None:
+def _keys(source: Source, raster: Raster, palette: Palette) -> dict[str, Patch]:
     colour = {
         words.FULL: palette.full, words.SEEN: palette.seen, words.HIDDEN: palette.hidden,
         words.SKIPPED: palette.paper,
     }  # fmt: skip
-    keys = [Patch(facecolor=c, edgecolor=palette.line, label=n) for n, c in colour.items()]
+    keys = {n: Patch(facecolor=c, edgecolor=palette.line) for n, c in colour.items()}
     if source.select is not None:
-        if _outlined(source, raster) is None:
-            keys.append(
-                Patch(facecolor="none", edgecolor="none", label="candidates: too many to outline")
-            )
-        else:
-            keys.append(
-                Patch(facecolor="none", edgecolor=palette.candidate, label=words.CANDIDATE)
-            )
-    ax.legend(
-        handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=3, fontsize=8,
-        frameon=False, labelcolor=palette.ink,
-    )  # fmt: skip
+        drawn = _outlined(source, raster) is not None
+        name = words.CANDIDATE if drawn else "candidates: too small to outline"
+        keys[name] = Patch(facecolor="none", edgecolor=palette.candidate if drawn else "none")
+    return keys
+
+
+def _legend(keys: dict[str, Patch], palette: Palette, columns: int) -> dict[str, Any]:
+    return {
+        "handles": list(keys.values()), "labels": list(keys), "ncols": columns, "fontsize": 8.5,
+        "frameon": False, "labelcolor": palette.ink,
+    }  # fmt: skip

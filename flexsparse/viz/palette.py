@@ -36,23 +36,22 @@ DARK = Palette(
     hidden="#574317", candidate="#f3d9ff",
 )  # fmt: skip
 
-# The least tint of a cell that holds anything, so that one column of tiles in a thousand is seen.
-_LEAST = 0.3
+# The least tint of a cell that holds anything, and the least part in it of pairs that are seen, so
+# that one column of tiles in a thousand is seen, and one pair in a tile.
+_LEAST = 0.65
+_LEAST_SEEN = 0.15
 
 
 def colours(raster: Raster, palette: Palette) -> Tensor:
-    """``[rows, columns, 3]`` from 0 to 1: each cell the mean colour of its pairs."""
-    parts = torch.stack([raster.full, raster.seen - raster.full, _hidden(raster)], -1)
+    """``[rows, columns, 3]`` from 0 to 1: each cell the mean colour of its pairs, sparse ones raised."""
+    held = raster.full + raster.partial
+    seen = raster.seen - raster.full
+    seen = torch.where(seen > 0, torch.maximum(seen, _LEAST_SEEN * raster.partial), 0.0)
+    parts = torch.stack([raster.full, seen, (raster.partial - seen).clamp(min=0)], -1)
     mixed = torch.stack([rgb(c) for c in (palette.full, palette.seen, palette.hidden)])
-    held = parts.sum(-1, keepdim=True)
-    tint = torch.where(held > 0, held.clamp(min=_LEAST), 0.0)
-    mean = (parts @ mixed) / torch.where(held > 0, held, 1.0)
+    tint = torch.where(held > 0, held.clamp(min=_LEAST), 0.0)[..., None]
+    mean = (parts @ mixed) / torch.where(held > 0, held, 1.0)[..., None]
     return (tint * mean + (1 - tint) * rgb(palette.paper)).clamp(0, 1)
-
-
-def _hidden(raster: Raster) -> Tensor:
-    """The share of pairs that are computed and not seen."""
-    return (raster.partial + raster.full - raster.seen).clamp(min=0)
 
 
 def rgb(colour: str) -> Tensor:

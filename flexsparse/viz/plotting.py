@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexsparse.errors import BackendError
 from flexsparse.selection import Selection
-from flexsparse.viz.source import Shown, Source, source
+from flexsparse.viz.source import Showable, Source, source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot(
-    shown: Shown,
+    shown: Showable,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,

@@ -17,15 +17,16 @@ from flexsparse.plan import Plan
 from flexsparse.program import MaskProgram, mask_program
 from flexsparse.rules import MaskMod, MaskRule, as_rule
 from flexsparse.selection import Selection
+from flexsparse.viz.asking import counted
 from flexsparse.viz.axis import Axis
-from flexsparse.viz.raster import Raster, assembled, counted
+from flexsparse.viz.raster import Raster, assembled
 
-Shown = MaskMod | Selection | Layout | Plan
+Showable = MaskMod | Selection | Layout | Plan
 
 # Past this length tiles are those of a kernel; up to it, small enough to tell them apart.
 _SMALL = 512
 # Units looked at on one axis, whatever the length.
-_UNITS = 1024
+_UNITS = 1280
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +44,15 @@ class Source:
     select: Selection | None
     tiles: tuple[Tensor, Tensor] | None
 
-    def raster(self, rows: int, columns: int) -> Raster:
-        """At most ``rows`` by ``columns`` cells, of one scale on both axes unless one is far longer."""
+    @property
+    def alike(self) -> bool:
+        """Whether the two lengths can share a scale."""
+        return max(self.q_len, self.kv_len) <= 8 * min(self.q_len, self.kv_len)
+
+    def raster(self, rows: int, columns: int, *, square: bool = True) -> Raster:
+        """At most ``rows`` by ``columns`` cells; square ones, unless one axis is far longer."""
         lengths = (self.q_len, self.kv_len)
-        if max(lengths) <= 8 * min(lengths) and rows and columns:
+        if square and self.alike:
             coarsest = max(self.q_len / rows, self.kv_len / columns)
             rows, columns = (max(1, int(n / coarsest)) for n in lengths)
         q = Axis.fitting(self.q_len, self.tile[0], rows, _UNITS)
@@ -72,7 +78,7 @@ class Source:
 
 
 def source(
-    shown: Shown,
+    shown: Showable,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,

@@ -21,7 +21,9 @@ def lengths(raster: Raster) -> str:
     >>> print(lengths(raster), counts(raster), scale(raster, "cell"), sep="; ")
     64 queries x 64 keys; 2,080 pairs seen (50.8%), 6 full and 4 partial tiles of 16x16, inflation 1.23; a cell is 2 x 2 pairs
     """
-    return f"{_many(raster.q.length, 'quer', 'y', 'ies')} x {_many(raster.kv.length, 'key', '', 's')}"
+    return (
+        f"{_many(raster.q.length, 'quer', 'y', 'ies')} x {_many(raster.kv.length, 'key', '', 's')}"
+    )
 
 
 def counts(raster: Raster) -> str:
@@ -29,9 +31,7 @@ def counts(raster: Raster) -> str:
     about = "" if raster.exact else "about "
     share = raster.pairs / (raster.q.length * raster.kv.length)
     pairs = _rounded(raster.pairs, raster.exact)
-    full, partial = (
-        _rounded(n, raster.exact) for n in (raster.full_tiles, raster.partial_tiles)
-    )
+    full, partial = (_rounded(n, raster.exact) for n in (raster.full_tiles, raster.partial_tiles))
     return (
         f"{about}{pairs} pair{'' if raster.pairs == 1 else 's'} seen ({_percent(share)}), "
         f"{full} full and {partial} partial tiles of {raster.q.tile}x{raster.kv.tile}, "
