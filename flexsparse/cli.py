@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexsparse import verbs
 from flexsparse.errors import FlexSparseError
 
 if TYPE_CHECKING:
@@ -85,25 +86,6 @@ def run(
     return 0 if all(record["status"] == "ok" for record in records) else 1
 
 
-@app.command()
-def check(
-    name: Annotated[str, typer.Argument(metavar="FILE.py:Name")],
-    arguments: Arguments = None,
-) -> int:
-    """Check a rule, score or selector against the reference.
-
-    On small random inputs. Its arguments follow as key=value; a gallery name and an import path
-    work too.
-    """
-    from flexsparse.experiment.trial import trial
-
-    report, picture = trial(name, arguments or ())
-    if picture:
-        typer.echo(picture + "\n")
-    typer.echo(str(report))
-    return 0 if report.ok else 1
-
-
 @app.command("list")
 def list_() -> int:
     """List what a configuration can name, and which backends run here."""
@@ -157,3 +139,6 @@ def _runs(backend: Backend) -> str:
 def _refused(message: str) -> int:
     typer.echo(message, err=True)
     return 2
+
+
+verbs.register(app)

@@ -7,44 +7,31 @@ from collections.abc import Iterable
 import torch
 
 from flexsparse.checking import Report, check
-from flexsparse.errors import ArgumentError, ConfigError
-from flexsparse.experiment.build import build_part
+from flexsparse.errors import ArgumentError
 from flexsparse.experiment.config import Input, RandomInput
 from flexsparse.experiment.inputs import load_inputs
-from flexsparse.experiment.source import At, Source
+from flexsparse.experiment.named import named
 from flexsparse.masks.causal import Causal
 from flexsparse.resolve import kind_of
-from flexsparse.viz import picture
 
 # One past a block, so that every last tile is ragged; two batches and grouped heads.
 SHAPE = RandomInput(batch=2, heads=4, kv_heads=2, q_len=65, head_dim=16)
-_SHOWN = 16
+# Small enough that there are several a side: full ones, partial ones and none.
+_TILE = 16
 
 
-def trial(name: str, arguments: Iterable[str]) -> tuple[Report, str]:
-    """The report over out, lse and all gradients, and a picture where a rule has one.
+def trial(name: str, arguments: Iterable[str]) -> Report:
+    """The report over out, lse and all gradients.
 
     ``arguments`` are ``key=value``. Scores and selectors are tried under a causal rule.
     """
-    given = Source(name, {})
-    for argument in arguments:
-        given.override(argument)
-    problems: list[str] = []
-
-    def note(at: At, message: str) -> None:
-        problems.append(f"{at[-1]}: {message}" if len(at) > 1 else message)
-
-    made = build_part({name: given.data} if given.data else name, None, (), note)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if isinstance(made, type):
-        made = made()
+    made = named(name, arguments)
     kind = kind_of(made)
     q, k, v = load_inputs(Input(random=SHAPE), torch.float32, torch.device("cpu"), seed=0)
     if kind == "rule":
-        return check(q, k, v, rule=made, grads=True), picture(made, _SHOWN)
+        return check(q, k, v, rule=made, grads=True, tile=_TILE)
     if kind == "score":
-        return check(q, k, v, rule=Causal(), score=made, grads=True), ""
+        return check(q, k, v, rule=Causal(), score=made, grads=True, tile=_TILE)
     if kind == "selector":
-        return check(q, k, v, rule=Causal(), select=made, grads=True), ""
+        return check(q, k, v, rule=Causal(), select=made, grads=True, tile=_TILE)
     raise ArgumentError(f"{name} must be a rule, a score or a selector, got {type(made).__name__}")

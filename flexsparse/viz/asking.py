@@ -70,7 +70,8 @@ def _drawn(mask: MaskMod, q: Axis, kv: Axis) -> Counts:
                 seen[rows] = allowed.double().mean((2, 3)) * exists[rows]
             every[rows] &= allowed.flatten(2).all(2)
             some[rows] |= allowed.flatten(2).any(2)
-    seen = torch.where(every, exists.double(), seen)
+    # A corner may be seen where no pair that was drawn is.
+    seen = torch.where(every, exists.double(), torch.maximum(seen, some.double()))
     return Counts(seen, every, some, False)
 
 

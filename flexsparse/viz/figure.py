@@ -54,6 +54,8 @@ def draw(source: Source, dark: bool, ax: Axes | None) -> Figure:
 
 def draw_all(sources: list[Source], names: list[str], dark: bool) -> Figure:
     palette = DARK if dark else LIGHT
+    if len(sources) == 1:
+        return draw(sources[0], dark, None)
     columns = min(len(sources), 3)
     rows = -(-len(sources) // columns)
     figure = Picture(

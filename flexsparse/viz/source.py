@@ -21,7 +21,7 @@ from flexsparse.viz.asking import counted
 from flexsparse.viz.axis import Axis
 from flexsparse.viz.raster import Raster, assembled
 
-Showable = MaskMod | Selection | Layout | Plan
+Showable = MaskMod | Selection | Layout | Plan | None
 
 # Past this length tiles are those of a kernel; up to it, small enough to tell them apart.
 _SMALL = 512
@@ -87,21 +87,24 @@ def source(
     b: int = 0,
     h: int = 0,
     q_offset: int | Tensor | None = None,
+    heads: int | None = None,
 ) -> Source:
-    """What `flexsparse.plot` takes, judged."""
+    """What `flexsparse.plot` takes, judged. ``h`` is a query head: of ``heads``, where a selection
+    serves several by one list, else of as many as the selection has."""
     for name, index in (("b", b), ("h", h)):
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ArgumentError(f"{name} must be an index of at least 0, got {index!r}")
     if isinstance(shown, Plan):
         if shown.first is None:
             raise ArgumentError("this plan holds no layout to show: show plan.layout(selection)")
-        shown = shown.first
+        title = None if shown.rule is None else describe(shown.rule)
+        return _of_layout(shown.first, title, b, h)
     if isinstance(shown, Layout):
         if any(x is not None for x in (q_len, kv_len, select, tile, q_offset)):
             raise ArgumentError(
                 "a layout has its own lengths, selection and tiles: show it alone, with b and h"
             )
-        return _of_layout(shown, b, h)
+        return _of_layout(shown, None, b, h)
     rule = None
     if isinstance(shown, Selection):
         if select is not None:
@@ -120,9 +123,11 @@ def source(
         raise ArgumentError("a rule is shown with a length, such as plot(rule, 1024)")
     grid = Grid(q_len, kv_len or q_len, q_offset=q_offset, batch=_batch(q_offset, b))
     if select is not None:
-        select = _one_lane(select, b, h, select.heads)
+        several = select
+        select = _lane(select, b, h, heads or select.heads)
         check_selection(select, grid, (1, 1))
-    return _of_rule(rule, grid, select, tile, b, h)
+        return _of_rule(rule, grid, select, tile, b, h, several)
+    return _of_rule(rule, grid, None, tile, b, h, None)
 
 
 def _batch(q_offset: int | Tensor | None, b: int) -> int:
@@ -141,16 +146,14 @@ def _of_rule(
     tile: int | tuple[int, int] | None,
     b: int,
     h: int,
+    several: Selection | None,
 ) -> Source:
     program = mask_program(Identity(h + 1, 1), grid, rule, None, None)
     small = max(grid.q_len, grid.kv_len) <= _SMALL
     tiles = tile_size(tile if tile is not None else 16 if small else 128)
     tables = program.tables(grid, torch.device("cpu"))
-    words = [] if rule is None else [describe(rule)]
-    if select is not None:
-        words.append(said(select))
     return Source(
-        title=", ".join(words) + _where(program, select, b, h),
+        title=_title(None if rule is None else describe(rule), several, program, b, h),
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         q_offset=_offset(grid, b),
@@ -161,9 +164,9 @@ def _of_rule(
     )
 
 
-def _of_layout(layout: Layout, b: int, h: int) -> Source:
+def _of_layout(layout: Layout, name: str | None, b: int, h: int) -> Source:
     layout = layout.to("cpu")
-    grid, address, select = layout.grid, layout.address, layout.select
+    grid, address = layout.grid, layout.address
     if b >= grid.batch or h >= address.heads:
         raise ArgumentError(
             f"this layout has {grid.batch} sequences and {address.heads} query heads, got b={b}, h={h}"
@@ -174,20 +177,17 @@ def _of_layout(layout: Layout, b: int, h: int) -> Source:
     partial, full = (
         maps[entry % maps.shape[0], lane % maps.shape[1]] for maps in layout.tile_maps()
     )
-    rule = layout.program.rule
-    words = [] if rule is None else [rule.name]
-    if select is not None:
-        per = address.heads // select.heads
-        select = _one_lane(select, b, h // per, select.heads)
-        words.append(said(select))
+    rule, several = layout.program.rule, layout.select
+    if name is None and rule is not None:
+        name = rule.name
     return Source(
-        title=", ".join(words) + _where(layout.program, layout.select, b, h),
+        title=_title(name, several, layout.program, b, h),
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         q_offset=_offset(grid, b),
         tile=layout.block_size,
         mask=_at(layout.program.mod(layout.tables), entry, lane),
-        select=select,
+        select=None if several is None else _lane(several, b, h, address.heads),
         tiles=(partial, full),
     )
 
@@ -200,21 +200,26 @@ def said(select: Selection) -> str:
     return f"at most {kept} of {select.candidates:,} {keys} for each {rows}"
 
 
-def _one_lane(select: Selection, b: int, h: int, heads: int) -> Selection:
+def _lane(select: Selection, b: int, h: int, heads: int) -> Selection:
+    """``[1, 1, R, K]``: what sequence b and query head h of ``heads`` choose from."""
     batch = select.indices.shape[0]
-    if (heads > 1 and h >= heads) or (batch > 1 and b >= batch):
+    if (select.heads > 1 and h >= heads) or (batch > 1 and b >= batch):
         raise ArgumentError(
-            f"this selection has {batch} sequences and {heads} heads, got b={b}, h={h}"
+            f"this selection has {batch} sequences and {heads} heads, got {b=}, {h=}"
         )
-    lane = select.indices[b % batch, h % heads][None, None].cpu()
-    return Selection(lane, select.q_len, select.kv_len, select.q_block, select.kv_block)
+    own = h // (heads // select.heads) if select.heads > 1 else 0
+    indices = select.indices[b % batch, own][None, None].cpu()
+    return Selection(indices, select.q_len, select.kv_len, select.q_block, select.kv_block)
 
 
-def _where(program: MaskProgram, select: Selection | None, b: int, h: int) -> str:
-    """Which sequence and head, where they differ."""
-    own_batch = program.uses_batch or (select is not None and select.indices.shape[0] > 1)
-    own_head = program.uses_head or (select is not None and select.heads > 1)
-    return f"{f', sequence {b}' if own_batch else ''}{f', head {h}' if own_head else ''}"
+def _title(rule: str | None, select: Selection | None, program: MaskProgram, b: int, h: int) -> str:
+    """What is shown, and of which sequence and head, where they differ."""
+    parts = [part for part in (rule, None if select is None else said(select)) if part]
+    if program.uses_batch or (select is not None and select.indices.shape[0] > 1):
+        parts.append(f"sequence {b}")
+    if program.uses_head or (select is not None and select.heads > 1):
+        parts.append(f"head {h}")
+    return ", ".join(parts or ["no rule"])
 
 
 def _offset(grid: Grid, b: int) -> int:

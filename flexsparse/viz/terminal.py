@@ -117,7 +117,9 @@ def _halves(raster: Raster) -> list[str]:
     sign = _half if raster.q.cell == raster.kv.cell == 1 else _shade
     held = torch.stack([raster.seen, raster.full + raster.partial])
     if raster.q.cells % 2:
-        held = torch.nn.functional.pad(held, (0, 0, 0, 1))
+        # Half a line is left over: half a block has a sign, half a share has not.
+        last = held[:, -1:]
+        held = torch.cat([held, torch.zeros_like(last) if sign is _half else last], 1)
     (upper, above), (lower, below) = held[:, ::2].tolist(), held[:, 1::2].tolist()
     return [
         "".join(sign(u, low, a + b > 0) for u, low, a, b in zip(*line, strict=True))
