@@ -55,7 +55,7 @@ def _every_pair(mask: MaskMod, select: Selection | None, q: Axis, kv: Axis) -> C
 
 
 def _drawn(mask: MaskMod, q: Axis, kv: Axis) -> Counts:
-    """Positions drawn anew in each unit tell its share; its four corners, what a tile's border is."""
+    """Pairs drawn anew in each unit tell its share; its four corners, what a tile's border is."""
     draw = torch.Generator().manual_seed(0)
     exists = q.size[:, None] * kv.size
     seen = torch.zeros(exists.shape, dtype=torch.float64)
@@ -63,9 +63,9 @@ def _drawn(mask: MaskMod, q: Axis, kv: Axis) -> Counts:
     step = max(1, PAIRS_AT_ONCE // (len(kv.index) * DRAWN**2))
     for rows in torch.arange(len(q.index)).split(step):
         for corners in (False, True):
-            at_q = _positions(q, rows, (len(rows), 1), corners, draw)  # [rows, 1, n]
+            at_q = _positions(q, rows[:, None], (len(rows), len(kv.index)), corners, draw)
             at_kv = _positions(kv, slice(None), (len(rows), len(kv.index)), corners, draw)
-            allowed = _asked(mask, at_q[..., None], at_kv[:, :, None])
+            allowed = _asked(mask, at_q.mT, at_kv)
             if not corners:
                 seen[rows] = allowed.double().mean((2, 3)) * exists[rows]
             every[rows] &= allowed.flatten(2).all(2)
@@ -82,16 +82,15 @@ def _positions(
     corners: bool,
     draw: torch.Generator,
 ) -> Tensor:
-    """``[rows, columns, n]`` positions in units of an axis: drawn one a stratum, or the ends."""
+    """``[rows, columns, m, n]`` positions in units of an axis: the ends, or one in each of n strata,
+    m times, so that neither stripes nor a lattice are met in step."""
     first, size = axis.index[units] * axis.unit, axis.size[units]
-    if shape[1] == 1:
-        first, size = first[:, None], size[:, None]
     if corners:
-        within = torch.stack([torch.zeros_like(size), size - 1], -1)
+        within = torch.stack([torch.zeros_like(size), size - 1], -1)[..., None, :]
     else:
-        strata = torch.arange(DRAWN) + torch.rand((*shape, DRAWN), generator=draw)
-        within = (strata / DRAWN * size[..., None]).to(torch.int64)
-    return (first[..., None] + within).clamp(0, axis.length - 1).expand(*shape, -1)
+        strata = torch.arange(DRAWN) + torch.rand((*shape, DRAWN, DRAWN), generator=draw)
+        within = (strata / DRAWN * size[..., None, None]).to(torch.int64)
+    return (first[..., None, None] + within).clamp(0, axis.length - 1)
 
 
 def _candidates(mask: MaskMod, select: Selection, q: Axis, kv: Axis) -> Counts:

@@ -17,15 +17,16 @@ from flexsparse.shapes import ceil_div
 
 @dataclass(frozen=True)
 class Axis:
-    """``looked`` units of each cell are looked at."""
+    """``looked`` units of each cell are looked at, drawn with ``seed`` where that is not all."""
 
     length: int
     tile: int
     cell: int
     looked: int = 1
+    seed: int = 0
 
     @staticmethod
-    def fitting(length: int, tile: int, cells: int, units: int) -> Axis:
+    def fitting(length: int, tile: int, cells: int, units: int, seed: int = 0) -> Axis:
         """The finest of at most ``cells`` cells, looking at no more than about ``units`` units.
 
         >>> Axis.fitting(4096, 128, 70, 1024).cell, Axis.fitting(131072, 128, 70, 1024).cell
@@ -35,7 +36,7 @@ class Axis:
         divisors = [n for n in range(least, tile + 1) if tile % n == 0]
         cell = divisors[0] if divisors else ceil_div(least, tile) * tile
         held = max(1, cell // tile)
-        return Axis(length, tile, cell, min(held, max(1, units // ceil_div(length, cell))))
+        return Axis(length, tile, cell, min(held, max(1, units // ceil_div(length, cell))), seed)
 
     @property
     def cells(self) -> int:
@@ -76,7 +77,9 @@ class Axis:
             chosen = steps.expand(self.cells, -1)
         else:
             draw = torch.rand(
-                (self.cells, self.looked), generator=torch.Generator().manual_seed(0), device="cpu"
+                (self.cells, self.looked),
+                generator=torch.Generator().manual_seed(self.seed),
+                device="cpu",
             )
             chosen = ((steps + draw) / self.looked * there[:, None]).to(torch.int64)
         return (first[:, None] + chosen).flatten()

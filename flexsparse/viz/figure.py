@@ -41,7 +41,7 @@ def draw(source: Source, dark: bool, ax: Axes | None) -> Figure:
         root = ax.get_figure(root=True)
         assert root is not None
         return root
-    figure = Picture(figsize=(7.2, 8.5), layout="constrained", facecolor=palette.paper)
+    figure = Picture(figsize=(7.2, 8.3), layout="constrained", facecolor=palette.paper)
     title = "\n".join(textwrap.wrap(source.title, 72))
     figure.suptitle(
         title, x=0.02, ha="left", fontsize=11, fontweight="bold", color=palette.ink,

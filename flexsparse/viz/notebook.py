@@ -150,7 +150,7 @@ def _caption(raster: Raster) -> str:
     legend = " ".join(
         f'<span style="color:{colour}">&#9632;</span> {escape(name)}' for name, colour in keys
     )
-    return f'<div style="font-size:smaller;max-width:30em">{escape(text)}<br>{legend}</div>'
+    return f'<div style="font-size:smaller;max-width:30em">{escape(text)}<br/>{legend}</div>'
 
 
 def _readable(tensor: Tensor) -> bool:

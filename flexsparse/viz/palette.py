@@ -39,7 +39,7 @@ DARK = Palette(
 # The least tint of a cell that holds anything, and the least part in it of pairs that are seen, so
 # that one column of tiles in a thousand is seen, and one pair in a tile.
 _LEAST = 0.65
-_LEAST_SEEN = 0.15
+_LEAST_SEEN = 0.3
 
 
 def colours(raster: Raster, palette: Palette) -> Tensor:

@@ -56,7 +56,8 @@ class Source:
             coarsest = max(self.q_len / rows, self.kv_len / columns)
             rows, columns = (max(1, int(n / coarsest)) for n in lengths)
         q = Axis.fitting(self.q_len, self.tile[0], rows, _UNITS)
-        kv = Axis.fitting(self.kv_len, self.tile[1], columns, _UNITS)
+        # Drawn apart from the queries': the diagonal would be met too often.
+        kv = Axis.fitting(self.kv_len, self.tile[1], columns, _UNITS, seed=1)
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             # Kernels may ask about a pair that rule and selection do not: a fallback's.
             member = None if self.tiles is not None else self.select
