@@ -33,8 +33,8 @@ class ScoreRule(Shown):
 
     def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A dataclass would write a repr of its own, with every entry of a tensor.
-        cls.__repr__ = vars(cls).get("__repr__", ScoreRule.__repr__)  # type: ignore[method-assign]
+        # Its own by this: a dataclass would write another, with every entry of a tensor.
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
         if judged:
             cls.__post_init__ = judging(cls, lambda rule: trace_score(rule))  # type: ignore[method-assign]
 

@@ -224,8 +224,7 @@ class Asked:
         return pairs
 
 
-@pytest.mark.parametrize("length", [131072, 2**20])
-@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize(("length", "tile"), [(131072, 16), (2**20, 128)])
 def test_what_is_asked_does_not_grow_with_the_length(length: int, tile: int) -> None:
     made = source(Causal(), length, tile=tile)
     asked = Asked(made.mask)
@@ -252,8 +251,9 @@ STYLES: list[Style] = ["colour", "half", "ascii"]
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("width", [40, 80, 120])
-@pytest.mark.parametrize("length", [1, 2, 65, 300, 131072])
+@pytest.mark.parametrize(
+    ("length", "width"), [(n, w) for n in (1, 2, 65, 300) for w in (40, 80, 120)] + [(131072, 80)]
+)
 def test_terminal_pictures_fit(style: Style, width: int, length: int) -> None:
     made = source(rules(length)["sinks"] | Document(documents(length)), length)
     lines = ANSI.sub("", draw(made, width, style)).splitlines()

@@ -96,7 +96,7 @@ def _text(file: Path) -> str:
 
 
 def _leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(data, dict) or not data:
+    if not isinstance(data, dict) or (at and not data):
         yield at, data
         return
     for key, value in data.items():
@@ -188,7 +188,7 @@ def print_comparison(a: Run, b: Run, console: Console) -> None:
         ("configuration", a.config, b.config),
         ("environment", a.environment, b.environment),
     ):
-        unknown = [run.name for run, has in ((a, mine), (b, theirs)) if not has]
+        unknown = [run for run, has in (("A", mine), ("B", theirs)) if not has]
         if unknown:
             console.print(Text(f"\nThe {what} of {' and '.join(unknown)} is not known."))
             continue

@@ -56,4 +56,5 @@ def colours(raster: Raster, palette: Palette) -> Tensor:
 
 def rgb(colour: str) -> Tensor:
     """``[3]`` of ``#rrggbb``."""
-    return torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)], dtype=torch.float64)
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return torch.tensor(parts, dtype=torch.float64, device="cpu")

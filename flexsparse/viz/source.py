@@ -50,7 +50,16 @@ class Source:
         return max(self.q_len, self.kv_len) <= 8 * min(self.q_len, self.kv_len)
 
     def raster(self, rows: int, columns: int, *, square: bool = True) -> Raster:
-        """At most ``rows`` by ``columns`` cells; square ones, unless one axis is far longer."""
+        """At most ``rows`` by ``columns`` cells, as `axes` cuts them."""
+        q, kv = self.axes(rows, columns, square=square)
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            # Kernels may ask about a pair that rule and selection do not: a fallback's.
+            member = None if self.tiles is not None else self.select
+            counts = counted(self.mask, member, q, kv)
+            return assembled(counts, q, kv, self.tiles)
+
+    def axes(self, rows: int, columns: int, *, square: bool = True) -> tuple[Axis, Axis]:
+        """Square cells, unless one axis is far longer or something else is wanted."""
         lengths = (self.q_len, self.kv_len)
         if square and self.alike:
             coarsest = max(self.q_len / rows, self.kv_len / columns)
@@ -58,11 +67,7 @@ class Source:
         q = Axis.fitting(self.q_len, self.tile[0], rows, _UNITS)
         # Drawn apart from the queries': the diagonal would be met too often.
         kv = Axis.fitting(self.kv_len, self.tile[1], columns, _UNITS, seed=1)
-        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-            # Kernels may ask about a pair that rule and selection do not: a fallback's.
-            member = None if self.tiles is not None else self.select
-            counts = counted(self.mask, member, q, kv)
-            return assembled(counts, q, kv, self.tiles)
+        return q, kv
 
     def boxes(self, limit: int) -> Tensor | None:
         """``[n, 4]``: first and last-but-one query, then key, of each candidate; None past ``limit``."""
@@ -92,6 +97,21 @@ def source(
 ) -> Source:
     """What `flexsparse.plot` takes, judged. ``h`` is a query head: of ``heads``, where a selection
     serves several by one list, else of as many as the selection has."""
+    with torch.device("cpu"):
+        return _judged(shown, q_len, kv_len, select, tile, b, h, q_offset, heads)
+
+
+def _judged(
+    shown: Showable,
+    q_len: int | None,
+    kv_len: int | None,
+    select: Selection | None,
+    tile: int | tuple[int, int] | None,
+    b: int,
+    h: int,
+    q_offset: int | Tensor | None,
+    heads: int | None,
+) -> Source:
     for name, index in (("b", b), ("h", h)):
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ArgumentError(f"{name} must be an index of at least 0, got {index!r}")

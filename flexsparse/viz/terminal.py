@@ -52,11 +52,12 @@ def draw(source: Source, width: int, style: Style) -> str:
     """
     gutter = len(f"{max(abs(source.q_offset), abs(source.q_offset + source.q_len)):,}") + 2
     columns = max(8, min(width - gutter, _WIDEST))
-    raster = source.raster(columns, columns)
-    if style == "ascii" and raster.q.cell > 1:
+    q, _ = source.axes(columns, columns)
+    if style == "ascii" and q.cell > 1:
         # A character is about twice as high as wide.
-        rows = -(-raster.q.length // (2 * raster.q.cell))
-        raster = source.raster(rows, columns, square=False)
+        raster = source.raster(-(-q.length // (2 * q.cell)), columns, square=False)
+    else:
+        raster = source.raster(columns, columns)
     lines = _pixels(raster) if style == "colour" else _halves(raster)
     per_line = 2 * raster.q.cell
     if style == "ascii":
