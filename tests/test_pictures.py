@@ -294,6 +294,22 @@ def test_colours_are_two_cells_a_character() -> None:
     assert f"\x1b[38;2;{blue}m" in text
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_candidates_that_the_rule_hides_are_marked(style: Style) -> None:
+    select = chosen(40, 40, 2)
+    text = draw(source(Causal(), select=select), 80, style)
+    hidden = select.dense()[0, 0] & ~truth(Causal(), None, 40, 40)
+    seen = truth(Causal(), select, 40, 40)
+    assert words.WASTED in ANSI.sub("", text).replace("\n", " ")
+    lines = [line for line in text.splitlines() if re.match(r"^ *\d* [ x·.*▀▄█]*$", line)]
+    if style == "ascii":
+        assert "".join(lines).count("x") == int(hidden.sum())
+    elif style == "half":
+        pairs = hidden.view(20, 2, 40).any(1) & ~seen.view(20, 2, 40).any(1)
+        assert "".join(lines).count("x") == int(pairs.sum())
+    assert words.WASTED not in draw(source(Causal(), 40), 80, style)
+
+
 def test_words_count_one_head() -> None:
     select = chosen(64, 64, 4)
     raster = source(Causal(), select=select).raster(64, 64)

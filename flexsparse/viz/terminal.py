@@ -3,6 +3,8 @@
 colours   blue: seen, in a full tile; orange: in a partial one; pale: computed, not seen
 half      █ ▀ ▄ the pairs seen, or ░ ▒ ▓ their share; · computed and nothing of it seen
 ascii     # seen in a full tile; + * their share in partial ones; . computed and nothing seen
+
+Where a cell is one pair, x and violet are candidates that the rule hides.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import textwrap
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from flexsparse.viz import words
 from flexsparse.viz.palette import LIGHT, colours, rgb
@@ -58,16 +61,16 @@ def draw(source: Source, width: int, style: Style) -> str:
         raster = source.raster(-(-q.length // (2 * q.cell)), columns, square=False)
     else:
         raster = source.raster(columns, columns)
-    lines = _pixels(raster) if style == "colour" else _halves(raster)
-    per_line = 2 * raster.q.cell
-    if style == "ascii":
-        lines, per_line = _ascii(raster), raster.q.cell
+    wasted = _wasted(source, raster)
+    drawn = {"colour": _pixels, "half": _halves, "ascii": _ascii}[style]
+    lines = drawn(raster, wasted)
+    per_line = raster.q.cell * (1 if style == "ascii" else 2)
     return "\n".join(
         [
             *textwrap.wrap(source.title, width),
             *textwrap.wrap(_under(raster, style), width),
             *_framed(lines, per_line, raster, source.q_offset, gutter),
-            *_wrapped(_meaning(raster, source, style), width),
+            *_wrapped(_meaning(raster, wasted, style), width),
         ]
     )
 
@@ -75,6 +78,13 @@ def draw(source: Source, width: int, style: Style) -> str:
 def _under(raster: Raster, style: Style) -> str:
     cell = "character" if style == "ascii" else "half character"
     return f"{words.lengths(raster)}; {words.counts(raster)}; {words.scale(raster, cell)}"
+
+
+def _wasted(source: Source, raster: Raster) -> Tensor:
+    """bool ``[rows, columns]``: candidates that the rule hides, where a cell is one pair."""
+    if source.select is None or not raster.q.cell == raster.kv.cell == 1:
+        return torch.zeros(raster.seen.shape, dtype=torch.bool, device="cpu")
+    return source.select.dense()[0, 0] & (raster.seen == 0)
 
 
 def _framed(lines: list[str], per_line: int, raster: Raster, first: int, gutter: int) -> list[str]:
@@ -91,9 +101,10 @@ def _framed(lines: list[str], per_line: int, raster: Raster, first: int, gutter:
     return framed
 
 
-def _pixels(raster: Raster) -> list[str]:
+def _pixels(raster: Raster, wasted: Tensor) -> list[str]:
     """Upper half blocks: the ink is the upper cell, the ground the lower one."""
     picture = colours(raster, LIGHT)
+    picture[wasted] = rgb(LIGHT.candidate)
     if picture.shape[0] % 2:
         picture = torch.cat([picture, picture[-1:]])
     at = [[_code(cell) for cell in row] for row in (picture * 255).round().int().tolist()]
@@ -114,17 +125,21 @@ def _code(cell: list[int]) -> str:
     return ";".join(map(str, cell))
 
 
-def _halves(raster: Raster) -> list[str]:
+def _halves(raster: Raster, wasted: Tensor) -> list[str]:
     sign = _half if raster.q.cell == raster.kv.cell == 1 else _shade
-    held = torch.stack([raster.seen, raster.full + raster.partial])
+    held = torch.stack([raster.seen, raster.full + raster.partial, wasted.double()])
     if raster.q.cells % 2:
         # Half a line is left over: half a block has a sign, half a share has not.
         last = held[:, -1:]
         held = torch.cat([held, torch.zeros_like(last) if sign is _half else last], 1)
-    (upper, above), (lower, below) = held[:, ::2].tolist(), held[:, 1::2].tolist()
+    (upper, _, _), (lower, _, _) = held[:, ::2].tolist(), held[:, 1::2].tolist()
+    _, visited, hidden = ((held[:, ::2] + held[:, 1::2]) > 0).tolist()
     return [
-        "".join(sign(u, low, a + b > 0) for u, low, a, b in zip(*line, strict=True))
-        for line in zip(upper, lower, above, below, strict=True)
+        "".join(
+            "x" if hides and not (above or below) else sign(above, below, touched)
+            for above, below, touched, hides in zip(*line, strict=True)
+        )
+        for line in zip(upper, lower, visited, hidden, strict=True)
     ]
 
 
@@ -141,12 +156,14 @@ def _shade(upper: float, lower: float, visited: bool) -> str:
     return "█" if share == 1 else "░▒▓"[min(2, int(3 * share))]
 
 
-def _ascii(raster: Raster) -> list[str]:
-    rows = zip(raster.seen.tolist(), raster.full.tolist(), raster.partial.tolist(), strict=True)
-    return ["".join(map(_sign, *row)) for row in rows]
+def _ascii(raster: Raster, wasted: Tensor) -> list[str]:
+    cells = (raster.seen, raster.full, raster.partial, wasted)
+    return ["".join(map(_sign, *row)) for row in zip(*(x.tolist() for x in cells), strict=True)]
 
 
-def _sign(seen: float, full: float, partial: float) -> str:
+def _sign(seen: float, full: float, partial: float, wasted: bool) -> str:
+    if wasted:
+        return "x"
     if not full and not partial:
         return " "
     if full >= 1:
@@ -154,18 +171,20 @@ def _sign(seen: float, full: float, partial: float) -> str:
     return "." if not seen else "+" if seen < 0.5 else "*"
 
 
-def _meaning(raster: Raster, source: Source, style: Style) -> list[str]:
+def _meaning(raster: Raster, wasted: Tensor, style: Style) -> list[str]:
+    marked = [f"x {words.WASTED}"] if bool(wasted.any()) else []
     if style == "colour":
         swatch = {words.FULL: LIGHT.full, words.SEEN: LIGHT.seen, words.HIDDEN: LIGHT.hidden}
+        swatch[words.SKIPPED] = LIGHT.paper
+        if marked:
+            swatch[words.WASTED] = LIGHT.candidate
         inks = {name: _code((rgb(c) * 255).round().int().tolist()) for name, c in swatch.items()}
-        inks[words.SKIPPED] = _code((rgb(LIGHT.paper) * 255).round().int().tolist())
         return [f"\x1b[38;2;{ink}m█{_RESET} {name}" for name, ink in inks.items()]
     if style == "ascii":
-        return [
-            f"# {words.FULL}", f"+ * {words.SEEN}", f". {words.HIDDEN}", f"  {words.SKIPPED}"
-        ]  # fmt: skip
+        signs = [f"# {words.FULL}", f"+ * {words.SEEN}", f". {words.HIDDEN}"]
+        return [*signs, f"  {words.SKIPPED}", *marked]
     seen = "█ ▀ ▄ seen" if raster.q.cell == raster.kv.cell == 1 else "░ ▒ ▓ █ share seen"
-    return [seen, f"· {words.HIDDEN}", f"  {words.SKIPPED}"]
+    return [seen, f"· {words.HIDDEN}", f"  {words.SKIPPED}", *marked]
 
 
 def _wrapped(parts: list[str], width: int) -> list[str]:

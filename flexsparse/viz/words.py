@@ -10,6 +10,7 @@ SEEN = "seen, in a partial tile"
 HIDDEN = "computed, not seen"
 SKIPPED = "skipped"
 CANDIDATE = "candidate"
+WASTED = "candidate that the rule hides"
 
 
 def lengths(raster: Raster) -> str:
@@ -35,7 +36,7 @@ def counts(raster: Raster) -> str:
     return (
         f"{about}{pairs} pair{'' if raster.pairs == 1 else 's'} seen ({_percent(share)}), "
         f"{full} full and {partial} partial tiles of {raster.q.tile}x{raster.kv.tile}, "
-        f"inflation {raster.inflation:.3g}"
+        f"inflation {_ratio(raster.inflation)}"
     )
 
 
@@ -55,6 +56,10 @@ def _rounded(count: int, exact: bool) -> str:
     """Three digits of an estimate."""
     digits = len(str(count))
     return f"{count if exact or digits <= 3 else round(count, 3 - digits):,}"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:,.0f}" if 1000 <= ratio < float("inf") else f"{ratio:.3g}"
 
 
 def _percent(share: float) -> str:
