@@ -31,7 +31,8 @@ class Counts(NamedTuple):
 
 def counted(mask: MaskMod, select: Selection | None, q: Axis, kv: Axis) -> Counts:
     """What ``mask`` and a selection ``[1, 1, R, K]`` allow, asked as finely as can be afforded."""
-    if q.length * kv.length <= EXACT_PAIRS and q.whole and kv.whole:
+    few = q.length * kv.length <= EXACT_PAIRS and kv.length <= PAIRS_AT_ONCE
+    if few and q.whole and kv.whole:
         return _every_pair(mask, select, q, kv)
     if select is not None:
         return _candidates(mask, select, q, kv)
