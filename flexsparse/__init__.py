@@ -15,7 +15,7 @@ from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
-from flexsparse.viz import picture
+from flexsparse.viz import picture, plot
 
 __version__ = "0.1.0"
 
@@ -38,5 +38,6 @@ __all__ = [
     "make_plan",
     "merge",
     "picture",
+    "plot",
     "reference",
 ]

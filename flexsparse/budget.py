@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flexsparse.shapes import ceil_div
+from flexsparse.shown import Shown
 
 if TYPE_CHECKING:
     from flexsparse.layout import Layout
@@ -35,7 +36,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Shown):
     """Counts over batch and query heads. A pair is one query with one key.
 
     ``logical_pairs`` is what rule and selection allow; ``physical_pairs`` is tiles times tile area,

@@ -27,6 +27,7 @@ from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.shown import Shown
 
 # How much worse than the plain computation a kernel may be: it sums in another order, and rounds the
 # answer once more.
@@ -49,7 +50,7 @@ class Difference:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Report:
+class Report(Shown):
     """What `check` found. ``print(report)`` is its table."""
 
     plan: Plan
@@ -80,6 +81,10 @@ class Report:
     def raise_if_failed(self) -> None:
         if not self.ok:
             raise CheckFailed(self.table())
+
+    def __repr__(self) -> str:
+        said = "ok" if self.ok else f"first difference: {self.stage}"
+        return f"Report({said}, {self.rows} query rows of {self.plan.backend})"
 
     def __str__(self) -> str:
         return self.table()

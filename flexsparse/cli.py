@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
 
 import typer
 
+from flexsparse import verbs
 from flexsparse.errors import FlexSparseError
-from flexsparse.verbs.listing import list_
-from flexsparse.verbs.run import HELP, run, schema
 
 app = typer.Typer(
     add_completion=False,
@@ -19,8 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sparse attention: exact, fused and accounted for.",
 )
-
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="key=value", show_default=False)]
 
 
 def main() -> None:
@@ -42,32 +38,9 @@ def main() -> None:
     sys.exit(code)
 
 
-app.command("run", help=HELP)(run)
-
-
-@app.command()
-def check(
-    name: Annotated[str, typer.Argument(metavar="FILE.py:Name")],
-    arguments: Arguments = None,
-) -> int:
-    """Check a rule, score or selector against the reference.
-
-    On small random inputs. Its arguments follow as key=value; a gallery name and an import path
-    work too.
-    """
-    from flexsparse.experiment.trial import trial
-
-    report, picture = trial(name, arguments or ())
-    if picture:
-        typer.echo(picture + "\n")
-    typer.echo(str(report))
-    return 0 if report.ok else 1
-
-
-app.command("list")(list_)
-app.command("schema")(schema)
-
-
 def _refused(message: str) -> int:
     typer.echo(message, err=True)
     return 2
+
+
+verbs.register(app)

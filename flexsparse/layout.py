@@ -21,6 +21,7 @@ from flexsparse.listed import visible_pairs
 from flexsparse.program import MaskProgram
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
+from flexsparse.shown import Shown
 from flexsparse.trees import register
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(frozen=True, eq=False, repr=False)
-class Layout:
+class Layout(Shown):
     """Tiles of ``block_size`` in kernel coordinates: those to be masked inside, and the full ones.
 
     ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, W]`` row r visits and masks;

@@ -32,6 +32,7 @@ from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.shown import Shown
 
 
 class Result(NamedTuple):
@@ -51,7 +52,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Shown):
     """What was decided for one shape and kind of call. ``print(plan)`` says it and why.
 
     ``plan.layout(selection)`` makes the layout of the next selection, on the device alone;
@@ -313,6 +314,12 @@ class Plan:
                 f"this plan was made for {self.dtype} on {self.device}, got {q.dtype} on {q.device}: "
                 "make a plan for it"
             )
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.grid}, heads={self.shape[:2]}, backend={self.backend!r}, tile={self.tile}, "
+            f"{self.address})"
+        )
 
     def __str__(self) -> str:
         q_heads, kv_heads, head_dim = self.shape[:3]

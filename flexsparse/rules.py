@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import TRACE, describe, has_numbers, holdings, lift, moved
+from flexsparse.shown import Shown
 from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -34,7 +35,7 @@ def judging(cls: Any, trace: Callable[[Any], object]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskRule:
+class MaskRule(Shown):
     """A mask_mod with parameters: write a frozen dataclass with ``__call__(b, h, q_idx, kv_idx)``.
 
     The instance is the mask_mod: FlexAttention takes it as it is. ``q_idx`` and ``kv_idx`` are
@@ -53,6 +54,8 @@ class MaskRule:
 
     def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Its own by this: a dataclass would write another, with every entry of a tensor.
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
         if judged:
             cls.__post_init__ = judging(cls, lambda rule: trace_rule(rule))  # type: ignore[method-assign]
 
@@ -103,7 +106,7 @@ class MaskRule:
             "a rule has no truth value: write a & b, a | b and ~a instead of and, or and not"
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return describe(self)
 
 

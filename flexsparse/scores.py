@@ -12,13 +12,14 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import describe, holdings, lift, moved
 from flexsparse.rules import MaskRule, judging, traced_once
+from flexsparse.shown import Shown
 from flexsparse.tracing import SCORE_ARGUMENTS, Traced
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreRule:
+class ScoreRule(Shown):
     """A score_mod with parameters: a frozen dataclass with ``__call__(score, b, h, q_idx, kv_idx)``.
 
     The score arrives scaled; what is returned goes into the softmax, and masking comes after it.
@@ -32,6 +33,8 @@ class ScoreRule:
 
     def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Its own by this: a dataclass would write another, with every entry of a tensor.
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
         if judged:
             cls.__post_init__ = judging(cls, lambda rule: trace_score(rule))  # type: ignore[method-assign]
 
@@ -70,7 +73,7 @@ class ScoreRule:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return describe(self)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, SelectionError, ShapeError
 from flexsparse.kernels.dedupe import sorted_unique
 from flexsparse.shapes import ceil_div
+from flexsparse.shown import Shown
 from flexsparse.trees import register
 
 # Positions and candidates are 32-bit in kernels.
@@ -20,7 +21,7 @@ OutOfRange = Literal["error", "drop"]
 
 @register
 @dataclass(frozen=True, eq=False, repr=False)
-class Selection:
+class Selection(Shown):
     """``indices [B, H, R, K]`` int32: row r's candidates, unique and rising, then -1.
 
     Row r stands for the queries ``r * q_block …`` of this call's q tensor, candidate c for the

@@ -23,6 +23,8 @@ def register(kind: type[T]) -> type[T]:
     """Makes a frozen dataclass a node whose children are its tensors, and what holds tensors."""
 
     def holds_tensors(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return any(isinstance(part, Tensor) for part in value)
         return isinstance(value, Tensor | list) or type(value) in _KINDS
 
     def flatten(made: Any) -> tuple[list[Any], _Rest]:

@@ -113,8 +113,9 @@ def test_check_a_file(shell: Shell) -> None:
         "def branchy(b, h, q_idx, kv_idx):\n    return kv_idx if q_idx > 0 else q_idx\n"
     )
     code, out, _ = shell("check", "./mine.py:Banded")
-    assert code == 0 and out.startswith("##......") and "65 query rows of tiles: ok" in out
-    assert shell("check", "./mine.py:Banded", "width=1")[1].startswith("#.......")
+    assert code == 0 and out.startswith("Banded(width=2)\n65 queries x 65 keys; 193 pairs seen")
+    assert "65 query rows of tiles: ok" in out
+    assert "; 65 pairs seen" in shell("check", "./mine.py:Banded", "width=1")[1]
     assert shell("check", "mine:Banded")[0] == 0
     code, out, _ = shell("check", "./mine.py:later")
     assert code == 0 and "dq" in out

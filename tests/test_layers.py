@@ -15,14 +15,15 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes trees grid canvas device",
+    "errors shapes trees grid canvas device shown",
     "recording parameters tracing bounds rules scores kernels selection resolve",
-    "arguments merge reference conditioning viz",
+    "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building adapters budget",
     "backends choice plan planning",
     "attention",
     "checking samples",
+    "viz",
     "experiment gallery verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}

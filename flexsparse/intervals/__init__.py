@@ -1,7 +1,7 @@
 """A rule's tiles (full, partial, empty) by running its code on intervals, coarse to fine."""
 
 from flexsparse.intervals.codes import naming, rule_codes
-from flexsparse.intervals.reach import reach
+from flexsparse.intervals.reachable import reach
 from flexsparse.intervals.refine import RuleTiles, Runs, rule_tiles
 from flexsparse.intervals.verdicts import Judge, Verdicts
 from flexsparse.intervals.worklists import lists_of
