@@ -86,6 +86,39 @@ def run(
 
 
 @app.command()
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml")],
+    overrides: Arguments = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write, by default results/NAME.")
+    ] = None,
+) -> int:
+    """Time the conversion of a YAML file's problems beside what others do.
+
+    Prints its tables; config.yaml, environment.json and rows.jsonl go to the results folder. Values of the file are overridden by path, such as rows.0.blocks.length=4096.
+    """
+    from flexsparse.bench.config import load
+
+    made = load(config, overrides or ())
+    from rich.console import Console
+
+    from flexsparse.bench import run as running
+    from flexsparse.bench.table import print_tables
+
+    folder = out or Path("results") / made.config.name
+    done = count(1)
+
+    def told(record: dict[str, Any]) -> None:
+        of = f"{next(done)}/{len(made.config.rows)}"
+        typer.echo(f"{of} {record['name']}: {record['status']}", err=True)
+
+    records = running.run(made, folder, told)
+    print_tables(records, Console() if sys.stdout.isatty() else Console(width=140))
+    typer.echo(f"{folder / 'rows.jsonl'}")
+    return 0 if all(record["status"] == "ok" for record in records) else 1
+
+
+@app.command()
 def check(
     name: Annotated[str, typer.Argument(metavar="FILE.py:Name")],
     arguments: Arguments = None,

@@ -22,8 +22,8 @@ LAYERS = [
     "ahead layout building adapters budget",
     "backends choice plan planning",
     "attention",
-    "checking samples",
-    "experiment cli __main__",
+    "checking samples measure",
+    "experiment bench cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.

@@ -172,7 +172,7 @@ def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
         config = Config.model_validate(source.data)
     except ValidationError as error:
         for one in error.errors():
-            source.note(*_told(one))
+            source.note(*told(one, Config))
     data = source.data if isinstance(source.data, Mapping) else {}
     baseline = None
     if (spec := data.get("baseline", "causal")) is not None:
@@ -208,25 +208,25 @@ def _refuse_repeated(rows: object, source: Source) -> None:
         seen.add(str(name))
 
 
-def _told(error: Mapping[str, Any]) -> tuple[At, str]:
+def told(error: Mapping[str, Any], root: type[BaseModel]) -> tuple[At, str]:
     """pydantic's error as a place and a sentence in the words of the file."""
     at: At = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
-        known = _keys(at[:-1])
+        known = _keys(at[:-1], root)
         return at, f"unknown key{did_you_mean(str(at[-1]), known)}; known are {', '.join(known)}"
     if error["type"] == "missing":
         return at, "is missing"
     if error["type"] == "model_type":
-        return at, f"must be a mapping with {', '.join(_keys(at))}, got {error['input']!r}"
+        return at, f"must be a mapping with {', '.join(_keys(at, root))}, got {error['input']!r}"
     if error["type"] == "value_error":
         return at, str(error["ctx"]["error"])
     said = str(error["msg"]).replace("Input should be", "must be").replace("List should", "must")
     return at, f"{said}, got {error['input']!r}"
 
 
-def _keys(at: At) -> list[str]:
+def _keys(at: At, root: type[BaseModel]) -> list[str]:
     """The keys that the mapping at this place may have."""
-    model: Any = Config
+    model: Any = root
     for part in at:
         if isinstance(part, str):
             model = model.model_fields[part].annotation

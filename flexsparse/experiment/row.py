@@ -12,7 +12,8 @@ from flexsparse.errors import FlexSparseError
 from flexsparse.experiment.config import Case, as_fallback, as_tile
 from flexsparse.experiment.inputs import QKV
 from flexsparse.experiment.quality import quality
-from flexsparse.experiment.timing import Dense, delivered, time_plan
+from flexsparse.experiment.timing import time_plan
+from flexsparse.measure.delivery import Dense, delivered
 from flexsparse.parameters import describe, moved
 from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule

@@ -17,7 +17,8 @@ from flexsparse.experiment.environment import environment
 from flexsparse.experiment.inputs import QKV, load_inputs
 from flexsparse.experiment.report import write_report
 from flexsparse.experiment.row import run_row
-from flexsparse.experiment.timing import Dense, time_dense
+from flexsparse.experiment.timing import time_dense
+from flexsparse.measure.delivery import Dense
 from flexsparse.parameters import moved
 
 Told = Callable[[dict[str, Any]], None]
@@ -35,7 +36,9 @@ def run(
     device = qkv[0].device
     rule = moved(experiment.baseline, device)
     around = environment(device)
-    _open(out, {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)})
+    open_folder(
+        out, {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)}
+    )
     dense: dict[int | None, Dense] = {}
     records = []
     with (out / "rows.jsonl").open("w", encoding="utf-8") as file:
@@ -47,7 +50,7 @@ def run(
                 case, qkv, rule, dense[offset],
                 checked=config.check, repeats=config.repeats, seed=config.seed,
             )  # fmt: skip
-            record = _plain(record | {"seed": config.seed, "config": config.sha256})
+            record = plain(record | {"seed": config.seed, "config": config.sha256})
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -74,7 +77,7 @@ def _inputs(experiment: Experiment) -> QKV:
     return q, k, v
 
 
-def _open(out: Path, texts: dict[str, str]) -> None:
+def open_folder(out: Path, texts: dict[str, str]) -> None:
     """Makes the folder, with what is known before any row."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -86,12 +89,12 @@ def _open(out: Path, texts: dict[str, str]) -> None:
         raise ConfigError(f"cannot write results to {out}: {error.strerror}") from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON has it, which knows no infinity and no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value

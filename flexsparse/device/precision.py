@@ -1,0 +1,13 @@
+"""The precision that a device computes in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch.autocast computes in on ``device``; None where it is off, or unknown."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
