@@ -13,7 +13,7 @@ from flexsparse.experiment.build import build_rule
 from flexsparse.experiment.config import Positive, Strict, told
 from flexsparse.experiment.source import Source, dump, read
 from flexsparse.masks.causal import Causal
-from flexsparse.measure.baselines import BASELINES
+from flexsparse.measure.baselines import BASELINES, Name
 from flexsparse.rules import MaskRule
 
 Tile = Annotated[int, Field(ge=16)]
@@ -108,9 +108,7 @@ class Config(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     head_dim: Positive = 128
     seed: int = 0
-    baselines: list[
-        Literal["from_kv_blocks", "eager lists", "create_block_mask", "attn_gym", "flashinfer"]
-    ] = Field(default_factory=lambda: list(BASELINES))
+    baselines: list[Name] = Field(default_factory=lambda: list(BASELINES))
     rows: Annotated[list[Row], Field(min_length=1)]
 
     def as_yaml(self) -> str:

@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[dict[
     config = bench.config
     device = _device(bench)
     limits = ceilings(device, getattr(torch, config.dtype))
-    around = environment(device) | {"ceilings": limits._asdict()}
+    around = environment(device) | {"ceilings": limits._asdict(), "packages": _packages()}
     texts = {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)}
     open_folder(out, texts)
     records = []
@@ -108,6 +109,17 @@ def _ours(made: Conversion, limits: Ceilings) -> dict[str, Any]:
         program, tile = layout.program, layout.block_size
         ahead = cost(lambda: look_ahead(program, given.grid, tile, given.device), given.device)
         found["look_ahead"] = ahead._asdict()
+    return found
+
+
+def _packages() -> dict[str, str | None]:
+    """Versions of what a baseline or a clock needs; None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("triton", "attn-gym", "flashinfer-python"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
     return found
 
 

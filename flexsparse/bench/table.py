@@ -89,30 +89,33 @@ def _bytes(records: list[dict[str, Any]]) -> Table:
 
 
 def _delivered(records: list[dict[str, Any]]) -> Table:
-    table = _table("Delivered = (dense / total) / promised = selector x worktable x kernel")
-    table.add_column("row", overflow="fold")
+    table = _table("Delivered = (dense / total) / promised, layout inside")
+    table.add_column("row", overflow="fold", min_width=16)
     heads = (
-        "dense", "by", "kernel ms", "total", "promised", "got", "delivered", "selector",
-        "worktable", "kernel", "error (plain)",
+        "dense ms", "kernel ms", "total ms", "promised", "got", "delivered",
+        "= selector x worktable x kernel", "error (plain)",
     )  # fmt: skip
     for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right")
     for record in records:
         attention = record["attention"] or {}
         for mode in ("forward", "training"):
             if mode not in attention:
                 continue
-            found = attention[mode]
-            times, factors, dense = found["time_ms"], found["factors"], found["dense"]
-            errors = attention["check"]
+            found, errors = attention[mode], attention["check"]
+            times, dense = found["time_ms"], found["dense"]
+            factors = (_number(found["factors"][n]) for n in ("selector", "worktable", "kernel"))
             cells = [
-                record["name"] if mode == "forward" else "  with backward",
-                _number(dense["ms"]), dense["by"], _number(times["kernel"]),
-                _number(times["total"]), f"{_number(found['promised'])}x",
-                f"{_number(found['got'])}x", _number(found["delivered"]),
-                *(_number(factors[name]) for name in ("selector", "worktable", "kernel")),
+                record["name"] if mode == "forward" else "  and backward",
+                f"{_number(dense['ms'])} {dense['by']}",
+                _number(times["kernel"]),
+                _number(times["total"]),
+                f"{_number(found['promised'])}x",
+                f"{_number(found['got'])}x",
+                _number(found["delivered"]),
+                " x ".join(factors),
                 f"{_number(errors['error'])} ({_number(errors['plain_error'])})",
-            ]  # fmt: skip
+            ]
             table.add_row(*map(Text, cells))
     return table
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +42,12 @@ def from_kv_blocks(made: Conversion) -> Contender:
     from torch.nn.attention.flex_attention import BlockMask
 
     layout, training = made.layout, made.problem.training
-    rows = widened(layout.lists, layout.span)[:4]
+    num, idx, full_num, full_idx = widened(layout.lists, layout.span)[:4]
     arguments = _arguments(made)
     note = "lists by row given" + ("" if training else ", none by column made")
-    return Contender(lambda: BlockMask.from_kv_blocks(*rows, **arguments), note)
+    return Contender(
+        lambda: BlockMask.from_kv_blocks(num, idx, full_num, full_idx, **arguments), note
+    )
 
 
 def eager_lists(made: Conversion) -> Contender:
@@ -141,7 +143,7 @@ def flashinfer_plan(made: Conversion) -> Contender:
     assert selection is not None
     batch, (heads, kv_heads), grid = problem.grid.batch, problem.heads, problem.grid
     lists, rows, columns = batch * kv_heads, selection.rows, selection.candidates
-    if lists * rows >= _FLASHINFER_ROWS:
+    if lists * rows > _FLASHINFER_ROWS:
         raise UnfitError(
             f"{lists} lists of {rows} rows are more than the {_FLASHINFER_ROWS} it holds"
         )
@@ -169,7 +171,8 @@ def flashinfer_plan(made: Conversion) -> Contender:
     return Contender(plan, "from indices: scatter and plan; rule left out, waits for the device")
 
 
-BASELINES: dict[str, Callable[[Conversion], Contender]] = {
+Name = Literal["from_kv_blocks", "eager lists", "create_block_mask", "attn_gym", "flashinfer"]
+BASELINES: dict[Name, Callable[[Conversion], Contender]] = {
     "from_kv_blocks": from_kv_blocks,
     "eager lists": eager_lists,
     "create_block_mask": compiled_create_block_mask,
@@ -178,7 +181,7 @@ BASELINES: dict[str, Callable[[Conversion], Contender]] = {
 }
 
 
-def measured(name: str, made: Conversion) -> dict[str, Any]:
+def measured(name: Name, made: Conversion) -> dict[str, Any]:
     """The cost of a baseline and its ``note``, or in ``reason`` why there is none."""
     record: dict[str, Any] = {"name": name, "note": None, "reason": None, "cost": None}
     try:
@@ -248,5 +251,7 @@ def _installed(module: str, package: str) -> Any:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        # What the allocator keeps for later is free too.
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

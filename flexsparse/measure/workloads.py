@@ -9,7 +9,7 @@ from flexsparse.masks.document import Document
 from flexsparse.rules import MaskRule
 
 
-def documents(length: int, count: int, seed: int = 0) -> MaskRule:
+def documents(length: int, count: int, seed: int = 0) -> Document:
     """``count`` documents of random lengths that fill ``length`` positions.
 
     >>> documents(6, 2, seed=1).document_of.tolist()
