@@ -111,4 +111,6 @@ def test_a_graph_is_timed_or_says_why_not(device: torch.device) -> None:
     assert found.peak_bytes == a.numel() * 4
     looked = cost(lambda: float(a.sum()), device)
     assert looked.graph_ms is None and looked.no_graph
+    # What failed leaves nothing behind.
+    torch.randn(2, device=device)
     assert cost(lambda: a + a, device).graph_ms is not None

@@ -45,7 +45,19 @@ def graph_ms(call: Call) -> float:
     # Compiling, and whatever else a first call does, cannot be captured.
     call()
     torch.cuda.synchronize()
-    return float(do_bench_cudagraph(call, return_mode="median"))
+    try:
+        return float(do_bench_cudagraph(call, return_mode="median"))
+    except Exception:
+        _forget_capture()
+        raise
+
+
+def _forget_capture() -> None:
+    """A capture that fails leaves torch's default generator believing in it: it gets a new state."""
+    index = torch.cuda.current_device()
+    known = torch.cuda.default_generators[index]
+    fresh = torch.Generator(torch.device("cuda", index)).manual_seed(known.initial_seed())
+    known.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

@@ -28,15 +28,16 @@ class Cost(NamedTuple):
         return self.eager_ms if self.graph_ms is None else self.graph_ms
 
 
-def cost(call: Call, device: torch.device) -> Cost:
+def cost(call: Call, device: torch.device, no_graph: str | None = None) -> Cost:
+    """``no_graph`` says why a graph is not tried, where that is known."""
     eager = device_ms(call, device)
     if device.type != "cuda":
         return Cost(eager, eager, None, "no CUDA device", None)
     wall, peak = wall_ms(call, device), peak_bytes(call, device)
-    captured, why = None, None
-    if eager > _LONG_MS:
+    captured, why = None, no_graph
+    if why is None and eager > _LONG_MS:
         why = f"longer than {_LONG_MS:g} ms"
-    else:
+    if why is None:
         try:
             captured = graph_ms(call)
         except Exception as error:  # whatever torch or CUDA finds while it captures

@@ -13,7 +13,7 @@ def documents(length: int, count: int, seed: int = 0) -> Document:
     """``count`` documents of random lengths that fill ``length`` positions.
 
     >>> documents(6, 2, seed=1).document_of.tolist()
-    [0, 0, 0, 0, 1, 1]
+    [0, 1, 1, 1, 1, 1]
     """
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randperm(length - 1, generator=draw)[: count - 1] + 1
