@@ -26,7 +26,11 @@ from flexsparse.measure.baselines import BASELINES, measured
 from flexsparse.measure.contender import Contender
 from flexsparse.measure.conversion import Conversion, conversion
 from flexsparse.measure.problem import past_blocks, past_tokens, random_pages
-from flexsparse.measure.torch_masks import compiled_create_block_mask, eager_lists
+from flexsparse.measure.torch_masks import (
+    compiled_create_block_mask,
+    eager_lists,
+    from_kv_blocks,
+)
 from flexsparse.measure.workloads import documents, head_windows
 
 ROOT = Path(__file__).parent.parent
@@ -242,6 +246,14 @@ def test_rules_of_a_size() -> None:
 # ---- what it is held against makes the same tiles
 
 
+@pytest.mark.parametrize("row", range(4), ids=["blocks", "decode", "tokens", "windows"])
+def test_from_kv_blocks_is_given_our_tiles(row: int, tmp_path: Path) -> None:
+    conv = made(SMALL, tmp_path, row)
+    contender = from_kv_blocks(conv)
+    _same_tiles(contender.call(), conv)
+    assert ("unwanted" in contender.note) == (conv.layout.columns is None)
+
+
 @pytest.mark.parametrize("row", [0, 1, 2], ids=["blocks", "decode", "tokens"])
 def test_eager_lists_name_the_same_tiles(row: int, tmp_path: Path) -> None:
     conv = made(SMALL, tmp_path, row)
@@ -271,8 +283,8 @@ def _same_tiles(mask: object, conv: Conversion) -> None:
     full = expand(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
     ours = conv.layout.tile_maps()
     assert torch.equal(partial, ours[0]) and torch.equal(full, ours[1])
-    if conv.problem.training:
-        assert mask.q_num_blocks is not None and conv.layout.columns is not None
+    if conv.layout.columns is not None:
+        assert mask.q_num_blocks is not None
         assert torch.equal(mask.q_num_blocks, conv.layout.columns.partial_num)
 
 

@@ -19,13 +19,14 @@ from flexsparse.shapes import ceil_div
 
 
 def from_kv_blocks(made: Conversion) -> Contender:
-    """torch's BlockMask from finished lists by row: the lists by column are its work."""
+    """torch's BlockMask from finished lists by row, called as torch's users do: the lists by column
+    are its work, whether they are wanted or not."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    layout, training = made.layout, made.problem.training
+    layout = made.layout
     num, idx, full_num, full_idx = widened(layout.lists, layout.span)[:4]
-    arguments = _arguments(made)
-    note = "lists by row given" + ("" if training else ", none by column made")
+    arguments = _arguments(made) | {"compute_q_blocks": True}
+    note = "lists by row given" + ("" if layout.columns else "; makes those by column, unwanted")
     return Contender(
         lambda: BlockMask.from_kv_blocks(num, idx, full_num, full_idx, **arguments), note
     )
@@ -119,7 +120,7 @@ def _arguments(made: Conversion) -> dict[str, Any]:
         "BLOCK_SIZE": layout.block_size,
         "mask_mod": layout.mask_mod,
         "seq_lengths": (grid.q_len, grid.kv_len),
-        "compute_q_blocks": made.problem.training,
+        "compute_q_blocks": layout.columns is not None,
     }
 
 
