@@ -75,6 +75,56 @@ def test_stages_sum_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages.seconds["index"] == 1.0
 
 
+def test_stages_of_a_device_wait_once_and_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            assert waits
+            return 1e3 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    stages = Stages(torch.device("cuda"))
+    for name, seconds in (("index", 1.0), ("kernel", 2.0), ("index", 4.0)):
+        with stages.stage(name):
+            now[0] += seconds
+    assert not waits
+    assert stages.seconds == {"index": 5.0, "kernel": 2.0} == stages.seconds
+    assert waits == [torch.device("cuda")]
+
+
+def test_a_call_that_no_graph_holds_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsparse.measure import cost as module
+
+    eager, tried = [1.0], []
+
+    def graph(call: clock.Call) -> float:
+        tried.append(call)
+        raise RuntimeError("Cannot copy\nand more")
+
+    for name, value in (("device_ms", eager), ("wall_ms", [2.0]), ("peak_bytes", [64])):
+        monkeypatch.setattr(module, name, lambda call, device, value=value: value[0])
+    monkeypatch.setattr(module, "graph_ms", graph)
+    device = torch.device("cuda")
+    found = module.cost(lambda: None, device)
+    assert found == module.Cost(1.0, 2.0, None, "RuntimeError: Cannot copy", 64)
+    assert found.best_ms == 1.0 and len(tried) == 1
+    assert module.cost(lambda: None, device, "it looks").no_graph == "it looks"
+    eager[0] = 1000.0
+    assert module.cost(lambda: None, device).no_graph == "longer than 100 ms" and len(tried) == 1
+    eager[0] = 1.0
+    monkeypatch.setattr(module, "graph_ms", lambda call: 0.25)
+    assert module.cost(lambda: None, device).best_ms == 0.25
+
+
 @pytest.mark.gpu
 def test_stages_on_a_device_wait_only_when_read(device: torch.device) -> None:
     stages = Stages(device)

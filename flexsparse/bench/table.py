@@ -1,4 +1,4 @@
-"""The tables of a bench: the conversion beside others, its bytes, and what attention delivered."""
+"""The tables of a bench: what attention delivered, the conversion beside others, and its bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _TIMES = {"eager_ms": "eager", "wall_ms": "wall", "graph_ms": "graph"}
 
 
 def print_tables(records: list[dict[str, Any]], console: Console) -> None:
-    """Every row, beside each baseline; then what went wrong."""
-    for table in (_conversion(records), _bytes(records), _delivered(records)):
+    """The answer first, where attention was timed; then every row beside each baseline, and what
+    went wrong."""
+    for table in (_delivered(records), _conversion(records), _bytes(records)):
         if table.row_count:
             console.print(table)
     for record in records:
