@@ -22,9 +22,9 @@ LAYERS = [
     "ahead listed layout building adapters budget",
     "backends choice plan planning",
     "attention",
-    "checking samples",
+    "checking samples measure",
     "viz",
-    "experiment gallery verbs cli __main__",
+    "experiment bench gallery verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.

@@ -80,7 +80,7 @@ def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
         config = Config.model_validate(source.data)
     except ValidationError as error:
         for one in error.errors():
-            source.note(*_told(one))
+            source.note(*told(one, Config))
     data = source.data if isinstance(source.data, Mapping) else {}
     baseline = None
     if (spec := data.get("baseline", "causal")) is not None:
@@ -118,26 +118,26 @@ def _refuse_repeated(rows: object, source: Source) -> None:
         seen.add(str(name))
 
 
-def _told(error: Mapping[str, Any]) -> tuple[At, str]:
+def told(error: Mapping[str, Any], root: type[BaseModel]) -> tuple[At, str]:
     """The validator's error as a place and a sentence in the words of the file."""
     at: At = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
-        known = keys(at[:-1])
+        known = keys(at[:-1], root)
         return at, f"unknown key{did_you_mean(str(at[-1]), known)}; known are {', '.join(known)}"
     if error["type"] == "missing":
         return at[:-1], f"{at[-1]} is missing{_MEANT.get((len(at), str(at[-1])), '')}"
     if error["type"] == "model_type":
         given = error["input"]
         said = "the file is empty" if given is None and not at else f"got {shown(given)}"
-        return at, f"must be a mapping with {', '.join(keys(at))}; {said}"
+        return at, f"must be a mapping with {', '.join(keys(at, root))}; {said}"
     if error["type"] == "value_error":
         return at, str(error["ctx"]["error"])
     return at, worded([error])
 
 
-def keys(at: At) -> list[str]:
+def keys(at: At, root: type[BaseModel] = Config) -> list[str]:
     """The keys that the mapping at this place may have."""
-    model: Any = Config
+    model: Any = root
     for part in at:
         if isinstance(part, str):
             model = model.model_fields[part].annotation

@@ -15,7 +15,8 @@ from flexsparse.experiment.load import Case
 from flexsparse.experiment.model import QKV
 from flexsparse.experiment.notes import notes
 from flexsparse.experiment.quality import quality
-from flexsparse.experiment.timing import Dense, delivered, time_plan
+from flexsparse.experiment.timing import time_plan
+from flexsparse.measure.delivery import Dense, delivered
 from flexsparse.parameters import describe, moved
 from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule

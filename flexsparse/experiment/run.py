@@ -19,7 +19,8 @@ from flexsparse.experiment.model import QKV
 from flexsparse.experiment.report import write_report
 from flexsparse.experiment.resume import refuse_changes
 from flexsparse.experiment.row import run_row
-from flexsparse.experiment.timing import Dense, time_dense
+from flexsparse.experiment.timing import time_dense
+from flexsparse.measure.delivery import Dense
 from flexsparse.parameters import moved
 from flexsparse.rules import MaskRule
 
@@ -58,7 +59,7 @@ def run(
         names = [case.row.name for case in experiment.cases]
         records = finished(journal, names, experiment.sha256)
     if not records:
-        _open(out, {"config.yaml": text, "environment.json": json.dumps(around, indent=2)})
+        open_folder(out, {"config.yaml": text, "environment.json": json.dumps(around, indent=2)})
     common = {"seed": config.seed, "config": experiment.sha256, "environment": around}
     rule = moved(experiment.baseline, qkv[0].device)
     # Rows of one offset are held against one measurement, also if another run has made it.
@@ -112,7 +113,7 @@ def _inputs(experiment: Experiment) -> QKV:
     return found
 
 
-def _open(out: Path, texts: dict[str, str]) -> None:
+def open_folder(out: Path, texts: dict[str, str]) -> None:
     """Makes the folder, with what is known before any row."""
     try:
         out.mkdir(parents=True, exist_ok=True)

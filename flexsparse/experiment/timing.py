@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexsparse.device import Stages
 from flexsparse.experiment.model import QKV
 from flexsparse.masks.causal import Causal
+from flexsparse.measure.delivery import Dense
 from flexsparse.parameters import describe
 from flexsparse.plan import Plan, Result
 from flexsparse.planning import make_plan
 from flexsparse.rules import MaskRule
-
-
-@dataclass(frozen=True)
-class Dense:
-    """The fastest dense baseline: its time in ms, who gave it, the pairs it needs, its rule and offset."""
-
-    ms: float
-    by: str
-    pairs: int
-    rule: str
-    q_offset: int | None
 
 
 def time_dense(qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeats: int) -> Dense:
@@ -56,12 +45,11 @@ def time_dense(qkv: QKV, baseline: MaskRule | None, q_offset: int | None, repeat
 def time_plan(plan: Plan, qkv: QKV, repeats: int) -> tuple[dict[str, Any], Result]:
     """Medians in ms of ``index`` (the selector), ``layout``, ``movement`` (tensors that had to be
     copied for the kernel) and ``kernel``; ``total`` with its 20th and 80th percentile."""
-    result = _step(plan, qkv, Stages(plan.device))
+    _step(plan, qkv)
     runs = []
     for _ in range(repeats):
-        stages = Stages(plan.device)
-        result = _step(plan, qkv, stages)
-        runs.append({name: 1e3 * seconds for name, seconds in stages.seconds.items()})
+        result, taken = _step(plan, qkv)
+        runs.append({name: 1e3 * seconds for name, seconds in taken.items()})
     times: dict[str, Any] = {
         name: statistics.median(run.get(name, 0.0) for run in runs)
         for name in ("index", "layout", "movement", "kernel")
@@ -75,24 +63,10 @@ def time_plan(plan: Plan, qkv: QKV, repeats: int) -> tuple[dict[str, Any], Resul
     return times, result
 
 
-def delivered(times: dict[str, Any], dense: Dense, logical: int, physical: int) -> dict[str, Any]:
-    """How much of the promised speedup arrived, and the three factors it is the product of."""
-    promised = dense.pairs / logical if logical else None
-    got = dense.ms / times["total"]
-    whole = got / promised if promised else None
-    selector = logical / physical if physical else None
-    worktable = times["kernel"] / times["total"]
-    kernel = whole / (selector * worktable) if whole and selector and worktable else None
-    return {
-        "promised": promised,
-        "got": got,
-        "delivered": whole,
-        "factors": {"selector": selector, "worktable": worktable, "kernel": kernel},
-    }
-
-
-def _step(plan: Plan, qkv: QKV, stages: Stages) -> Result:
+def _step(plan: Plan, qkv: QKV) -> tuple[Result, dict[str, float]]:
+    """One call, and the seconds of each of its stages."""
     q, k, v = qkv
+    stages = Stages(plan.device)
     selection = None if plan.first is None else plan.first.select
     if plan.selector is not None:
         with stages.stage("index"):
@@ -105,10 +79,10 @@ def _step(plan: Plan, qkv: QKV, stages: Stages) -> Result:
         result = plan.run(q, k, v, layout)
     # The run packs too. Views are free: only what was copied is movement.
     copied = any(x.data_ptr() != y.data_ptr() for x, y in zip(packed, qkv, strict=True))
-    moved = stages.seconds["packing"] if copied else 0.0
-    stages.seconds["movement"] = moved
-    stages.seconds["kernel"] = max(0.0, stages.seconds["whole"] - moved)
-    return result
+    seconds = stages.seconds
+    seconds["movement"] = seconds["packing"] if copied else 0.0
+    seconds["kernel"] = max(0.0, seconds["whole"] - seconds["movement"])
+    return result, seconds
 
 
 def _median(call: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -1,0 +1,1 @@
+"""From a YAML file of problems to what their conversion costs and delivers."""

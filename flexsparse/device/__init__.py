@@ -1,0 +1,8 @@
+"""The box: its ceilings, where time goes on it, and what was compiled for it."""
+
+from flexsparse.device.ceiling import Ceilings, ceilings
+from flexsparse.device.compiling import CompileCounter, compiles
+from flexsparse.device.precision import autocast_dtype
+from flexsparse.device.stages import Stages
+
+__all__ = ["Ceilings", "CompileCounter", "Stages", "autocast_dtype", "ceilings", "compiles"]

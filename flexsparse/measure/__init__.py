@@ -1,0 +1,1 @@
+"""What the conversion costs and attention delivers, beside others in the same run."""
