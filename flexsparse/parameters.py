@@ -18,6 +18,7 @@ from torch import Tensor
 
 STATIC = "static"
 TRACE = "_traced"
+TRACED_AT = "_traced_at"
 _LIFTED = "_flexsparse_number"
 # Larger numbers stay numbers: beside the 32-bit positions of a kernel a tensor of them would wrap.
 LARGEST_NUMBER = 2**30
@@ -152,6 +153,7 @@ def holdings(mod: Any) -> dict[str, Any]:
             f.name: getattr(mod, f.name) for f in dataclasses.fields(mod) if hasattr(mod, f.name)
         }
     found.pop(TRACE, None)
+    found.pop(TRACED_AT, None)
     return found
 
 

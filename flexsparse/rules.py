@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
-from flexsparse.parameters import TRACE, describe, has_numbers, holdings, lift, moved
+from flexsparse.parameters import (
+    TRACE,
+    TRACED_AT,
+    describe,
+    has_numbers,
+    held,
+    holdings,
+    lift,
+    moved,
+    settled,
+)
 from flexsparse.shown import Shown
 from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, trace
 
@@ -227,7 +237,8 @@ def trace_rule(rule: MaskRule) -> Traced:
 def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
     """The trace of a mod; inside torch.compile, where nothing can be traced, the last one made.
 
-    Outside it is made anew each time: a closure may have come to hold something else.
+    Outside it is made anew where a closure may have come to hold something else; a rule whose holdings
+    say all about it keeps its trace until they change.
     """
     if torch.compiler.is_compiling():
         made: Traced | None = vars(mod).get(TRACE)
@@ -237,10 +248,17 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
                 "it, and call attention or make_plan with it once, outside"
             )
         return made
+    keep: list[Any] = []
+    known = held(mod, keep) if settled(mod) else None
+    last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
+    if known is not None and last is not None and last[0] == known:
+        again: Traced = vars(mod)[TRACE]
+        return again
     name = f"{slot} {describe(mod)}"
     check_arity(getattr(mod, "mod", mod), arguments, name)
     traced = trace_lifted(mod, arguments, name)
     object.__setattr__(mod, TRACE, traced)
+    object.__setattr__(mod, TRACED_AT, (known, keep))
     return traced
 
 

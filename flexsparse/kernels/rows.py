@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from flexsparse.kernels import membership
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.shapes import ceil_div
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -44,12 +46,22 @@ def row_tiles(
     Without ``words`` those are left out: no kernel asks for them where tiles lie within candidates.
     """
     if indices.is_cuda:
-        from flexsparse.kernels import triton_merge, triton_rows
+        # Whoever compiles goes around the kernel: it writes into buffers that share memory.
+        run = torch.ops.flexsparse.row_tiles if torch.compiler.is_compiling() else filled
+        made = Buffers(*run(indices, candidates, codes, list(geometry), list(lists), words))
+        return opened(made, indices, candidates if words else 0, geometry, lists)
+    return by_map(indices, candidates, codes, geometry, lists, words)
 
-        if triton_merge.suits(indices.shape[-1], geometry):
-            return triton_merge.launch(indices, candidates, codes, geometry, lists, words)
-        if geometry.tiles[1] <= triton_rows.MOST_COLUMNS:
-            return triton_rows.launch(indices, candidates, codes, geometry, lists, words)
+
+def by_map(
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    words: bool,
+) -> RowTiles:
+    """The specification of the kernels: a map of all tiles, compressed."""
     touched = lists.of(_meetings(indices, geometry))
     covered = touched == geometry.incidences(indices.device)
     code = torch.full_like(touched, FULL) if codes is None else lists.of(codes)
@@ -62,6 +74,83 @@ def row_tiles(
         pack_bits(torch.stack([partial, full])),
         membership.pack(indices, candidates) if words else no_words(indices),
     )
+
+
+class Buffers(NamedTuple):
+    """What a kernel fills: counts and slots, partial first; and what is cleared, bits then words."""
+
+    counts: Tensor
+    slots: Tensor
+    cleared: Tensor
+
+
+def buffers(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> Buffers:
+    """``candidates`` of 0 leave no place for words."""
+    batch, heads, sel_rows, kept = indices.shape
+    rows, columns = geometry.tiles
+    shape = (2, lists.batch, lists.heads, rows)
+    bits = 2 * lists.batch * lists.heads * rows * ceil_div(columns, 32)
+    return Buffers(
+        indices.new_empty(shape),
+        indices.new_empty((*shape, geometry.row_capacity(kept))),
+        indices.new_zeros(bits + batch * heads * ceil_div(sel_rows, 32) * candidates),
+    )
+
+
+def opened(
+    made: Buffers, indices: Tensor, candidates: int, geometry: Geometry, lists: Lists
+) -> RowTiles:
+    """Buffers as what they hold."""
+    batch, heads, sel_rows, _ = indices.shape
+    rows, columns = geometry.tiles
+    width = ceil_div(columns, 32)
+    bits = 2 * lists.batch * lists.heads * rows * width
+    partial_num, full_num = made.counts.unbind(0)
+    partial_idx, full_idx = made.slots.unbind(0)
+    words = no_words(indices)
+    if candidates:
+        words = made.cleared[bits:].view(batch, heads, ceil_div(sel_rows, 32), candidates)
+    tile_bits = made.cleared[:bits].view(2, lists.batch, lists.heads, rows, width)
+    return RowTiles(partial_num, partial_idx, full_num, full_idx, tile_bits, words)
+
+
+def filled(
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: list[int],
+    lists: list[int],
+    words: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers filled by the kernel that suits; where none does, from the map."""
+    from flexsparse.kernels import triton_merge, triton_rows
+
+    g, of = Geometry(*geometry), Lists(*lists)
+    if triton_merge.suits(indices.shape[-1], g):
+        return triton_merge.launch(indices, candidates, codes, g, of, words)
+    if g.tiles[1] <= triton_rows.MOST_COLUMNS:
+        return triton_rows.launch(indices, candidates, codes, g, of, words)
+    made = by_map(indices, candidates, codes, g, of, words)
+    return Buffers(
+        torch.stack([made.partial_num, made.full_num]),
+        torch.stack([made.partial_idx, made.full_idx]),
+        torch.cat([made.bits.flatten(), made.words.flatten()]),
+    )
+
+
+_operator = custom_op("flexsparse::row_tiles", filled, mutates_args=())
+
+
+@_operator.register_fake
+def _(
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: list[int],
+    lists: list[int],
+    words: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return buffers(indices, candidates if words else 0, Geometry(*geometry), Lists(*lists))
 
 
 def no_words(indices: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexsparse.kernels.columns import ColumnTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Of one word, so that many programs share the walk.
@@ -49,7 +48,7 @@ def _columns(
         tl.store(idx + out[:, None] * CAPACITY + slot, 0, mask=unused)
 
 
-def launch(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
+def launch(bits: Tensor, columns: int, capacity: int) -> tuple[Tensor, Tensor]:
     _, batch, heads, rows, _ = bits.shape
     counts = bits.new_empty((2, 2, batch, heads, columns))
     slots = bits.new_empty((2, batch, heads, columns, capacity))
@@ -60,6 +59,4 @@ def launch(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
         CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
         SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
-    partial_num, full_num = num.unbind(0)
-    partial_idx, full_idx = slots.unbind(0)
-    return ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)
+    return counts, slots

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import RowTiles
-from flexsparse.kernels.triton_rows import room
+from flexsparse.kernels.rows import Buffers, buffers, opened
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 MOST = 4096
@@ -115,19 +114,20 @@ def launch(
     geometry: Geometry,
     lists: Lists,
     with_words: bool,
-) -> RowTiles:
+) -> Buffers:
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     steps = max(1, geometry.kv_block // geometry.kv_tile)
     steps = min(steps, columns)
     width = next_power_of_two(max(2, kept * steps))
     together = max(1, _NUMBERS_A_PROGRAM // width)
-    made = room(indices, candidates if with_words else 0, geometry, lists)
+    made = buffers(indices, candidates if with_words else 0, geometry, lists)
+    into = opened(made, indices, candidates if with_words else 0, geometry, lists)
     lanes = lists.batch * lists.heads
     kernel: Any = _merge
     kernel[(ceil_div(lanes * rows, together),)](
-        indices.contiguous(), codes if codes is not None else indices, made.words,
-        *made[:4], made.bits, sel_rows, kept, rows, columns, lanes, candidates, heads,
+        indices.contiguous(), codes if codes is not None else indices, into.words,
+        *into[:4], into.bits, sel_rows, kept, rows, columns, lanes, candidates, heads,
         lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=with_words, FOLD=lists.fold,

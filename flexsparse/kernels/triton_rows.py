@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import RowTiles, no_words
-from flexsparse.shapes import ceil_div, next_power_of_two
+from flexsparse.kernels.rows import Buffers, buffers, opened
+from flexsparse.shapes import next_power_of_two
 
 # Below it, comparing every candidate with every column is cheaper than a histogram.
 _FEW_PAIRS = 2**14
@@ -119,7 +119,7 @@ def launch(
     geometry: Geometry,
     lists: Lists,
     with_words: bool,
-) -> RowTiles:
+) -> Buffers:
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     capacity = geometry.row_capacity(kept)
@@ -127,11 +127,12 @@ def launch(
     compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
     # A histogram needs a column more, for what is no candidate.
     width = max(32, next_power_of_two(columns if compare else columns + 1))
-    made = room(indices, candidates if with_words else 0, geometry, lists)
+    made = buffers(indices, candidates if with_words else 0, geometry, lists)
+    into = opened(made, indices, candidates if with_words else 0, geometry, lists)
     kernel: Any = _rows
     kernel[(rows, lists.batch * lists.heads)](
-        indices.contiguous(), codes if codes is not None else indices, made.words,
-        *made[:4], made.bits, sel_rows, kept, rows, columns, lists.batch * lists.heads, candidates,
+        indices.contiguous(), codes if codes is not None else indices, into.words,
+        *into[:4], into.bits, sel_rows, kept, rows, columns, lists.batch * lists.heads, candidates,
         geometry.q_len, geometry.kv_len, heads, lists.query_heads, lists.heads,
         1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
@@ -144,26 +145,3 @@ def launch(
         num_warps=4 if geometry.rows_per_tile * kept < 4096 else 8,
     )  # fmt: skip
     return made
-
-
-def room(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> RowTiles:
-    """The tensors that a kernel fills; words (none for no candidates) and bits are 0."""
-    batch, heads, sel_rows, kept = indices.shape
-    rows, columns = geometry.tiles
-    shape = (2, lists.batch, lists.heads, rows)
-    bits = 2 * lists.batch * lists.heads * rows * ceil_div(columns, 32)
-    words = batch * heads * ceil_div(sel_rows, 32) * candidates
-    # One clearing for both.
-    cleared = indices.new_zeros(bits + words)
-    partial_num, full_num = indices.new_empty(shape).unbind(0)
-    partial_idx, full_idx = indices.new_empty((*shape, geometry.row_capacity(kept))).unbind(0)
-    return RowTiles(
-        partial_num,
-        partial_idx,
-        full_num,
-        full_idx,
-        cleared[:bits].view(*shape, -1),
-        cleared[bits:].view(batch, heads, ceil_div(sel_rows, 32), candidates)
-        if candidates
-        else no_words(indices),
-    )
