@@ -8,9 +8,10 @@ Closures and tuples are lifted like fields; `held` lists what a rule depends on,
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -224,6 +225,15 @@ def _is_constant(read: Any) -> bool:
     return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
 
 
+@functools.lru_cache(maxsize=1024)
+def _globals_of(code: CodeType) -> frozenset[str]:
+    """The names that code reads as globals; attributes stand among its names, too."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _READS_GLOBAL)
+
+
+_READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
+
+
 def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
     """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
 
@@ -236,7 +246,7 @@ def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
         return all(map(settled, mod))
     if isinstance(mod, FunctionType):
         code = mod.__code__
-        read = [mod.__globals__[n] for n in code.co_names if n in mod.__globals__]
+        read = [mod.__globals__[n] for n in _globals_of(code) if n in mod.__globals__]
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
         held_by = [*map(_content, mod.__closure__ or ()), *(mod.__defaults__ or ())]
         plain = not inner and all(_is_constant(x) for x in read) and not _ASKS & set(code.co_names)

@@ -101,10 +101,10 @@ def test_rows_of_a_configuration_run_and_agree_with_the_reference(
 def test_a_mixture_of_heads_is_drawn_from_the_command_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Head 0 is under the first rule."""
+    """Head 0 is under the first rule: a band of two, 129 pairs of 65 queries."""
     rules = "rules=[{sliding_window: {size: 2}}, causal]"
     code, out, _ = command(monkeypatch, capsys, "check", "per_head", rules)
-    assert code == 0 and out.startswith("#...") and out.splitlines()[3].startswith("..##")
+    assert code == 0 and "head 0" in out and "; 129 pairs seen" in out
 
 
 @pytest.mark.parametrize(

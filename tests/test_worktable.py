@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.kernels import columns, dedupe, membership, rows
+from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.masks import Causal, SlidingWindow
 
@@ -228,3 +229,13 @@ def test_many_candidates_a_row(kept: int) -> None:
     made = rows.row_tiles(unique, 5000, None, g, lists)
     for ours, theirs in zip(made, rows.row_tiles(unique.cuda(), 5000, None, g, lists), strict=True):
         assert torch.equal(ours, theirs.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1, 31, 256, 3000])
+def test_a_map_is_compressed_alike_everywhere(columns: int) -> None:
+    present = torch.rand(2, 3, 5, columns, generator=torch.Generator().manual_seed(columns)) < 0.3
+    for capacity in {1, columns}:
+        for form in (present, present.transpose(1, 2)):
+            ours, theirs = compress(form, capacity), compress(form.cuda(), capacity)
+            assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))

@@ -157,6 +157,8 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
         options["fwd_BLOCK_N"] = 64
     if gathers > 1:
         options["num_stages"] = 2 if gathers == 2 else 1
+    elif gathers:
+        options["bwd_num_stages"] = 2
     q_tile, kv_tile = layout.block_size
     if q_tile % TRAINING_TILE or kv_tile % TRAINING_TILE:
         wide = q.shape[-1] > 128 or q.dtype == torch.float32

@@ -11,7 +11,8 @@ from torch import Tensor
 from flexsparse.coverage import Span, cover, every_tile
 from flexsparse.errors import RuleError
 from flexsparse.grid import Grid
-from flexsparse.intervals.refine import Runs, rule_tiles
+from flexsparse.intervals.painting import painted
+from flexsparse.intervals.refine import rule_tiles
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
 from flexsparse.occupancy import on_device_only
 from flexsparse.program import FixedTables, MaskProgram
@@ -32,24 +33,10 @@ def rule_codes(
     with naming(program):
         if not on_device_only(device):
             tiles = rule_tiles(program, read, grid, span, lists, device)
-            return _painted(tiles.partial, tiles.full, lists, span)
+            return painted(tiles)
         covered = cover(program.mod(read), every_tile(*lists, span, device), span)
     some = torch.where(covered.visible > 0, PARTIAL, EMPTY)
     return torch.where(covered.full, FULL, some).to(torch.int8).view(*lists, *span.tiles)
-
-
-def _painted(partial: Runs, full: Runs, lists: tuple[int, int], span: Span) -> Tensor:
-    rows, columns = span.tiles
-    # Each run adds its code where it begins and takes it back past its end.
-    edges = torch.zeros(
-        (lists[0] * lists[1] * rows, columns + 1), dtype=torch.int8, device=full.row.device
-    )
-    for runs, code in ((partial, PARTIAL), (full, FULL)):
-        step = torch.full_like(runs.row, code, dtype=torch.int8)
-        edges.index_put_((runs.row, runs.first), step, accumulate=True)
-        edges.index_put_((runs.row, runs.stop), -step, accumulate=True)
-    codes = edges.cumsum(1, dtype=torch.int8)[:, :columns]
-    return codes.contiguous().view(*lists, rows, columns)
 
 
 @contextmanager

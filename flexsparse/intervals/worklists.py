@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import RuleTiles, Runs
+from flexsparse.kernels.compress import compress
+from flexsparse.kernels.rows import FULL, PARTIAL
 
 # Lists of so many slots in all are as wide as the grid, as torch makes them; larger ones as needed.
 WHOLE = 2**22
@@ -26,6 +29,12 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
     rows, columns = tiles.span.tiles
     kinds = (tiles.partial, tiles.full)
     lists = tiles.lists[0] * tiles.lists[1]
+    if tiles.full.row.is_cuda and lists * rows * columns <= WHOLE:
+        # Run by run is many small kernels: where a map is small, it is one for each list.
+        codes = painted(tiles)
+        maps = [codes == PARTIAL, codes == FULL]
+        maps += [m.transpose(-1, -2).contiguous() for m in maps] if by_column else []
+        return [x for present in maps for x in compress(present)]
     by_row = [_written(runs, (*tiles.lists, rows), columns) for runs in kinds]
     if not by_column:
         return [x for pair in by_row for x in pair]

@@ -1,0 +1,47 @@
+"""`compress` as one kernel: a program a row, walking along it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexsparse.shapes import next_power_of_two
+
+
+@triton.jit
+def _compress(
+    present, counts, indices, columns, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    into = indices + row * CAPACITY
+    lane = tl.arange(0, WIDTH)
+    count = tl.zeros([], tl.int32)
+    for start in range(0, columns, WIDTH):
+        column = start + lane
+        listed = tl.load(present + row * columns + column, mask=column < columns, other=0)
+        listed = (listed != 0).to(tl.int32)
+        slot = count + tl.cumsum(listed, 0) - 1
+        tl.store(into + slot, column, mask=(listed != 0) & (slot < CAPACITY))
+        count += tl.sum(listed, 0)
+    tl.store(counts + row, tl.minimum(count, CAPACITY))
+    for start in range(0, CAPACITY, WIDTH):
+        slot = start + lane
+        tl.store(into + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
+
+
+def launch(present: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    *shape, columns = present.shape
+    counts = torch.empty(shape, dtype=torch.int32, device=present.device)
+    indices = torch.empty((*shape, capacity), dtype=torch.int32, device=present.device)
+    width = max(32, min(1024, next_power_of_two(columns)))
+    kernel: Any = _compress
+    if counts.numel():
+        kernel[(counts.numel(),)](
+            present.contiguous().view(torch.uint8), counts, indices, columns,
+            CAPACITY=capacity, WIDTH=width, num_warps=max(1, width // 256),
+        )  # fmt: skip
+    return counts, indices
