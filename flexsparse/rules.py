@@ -13,7 +13,7 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import TRACE, describe, has_numbers, holdings, lift, moved
 from flexsparse.shown import Shown
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, trace
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, keep, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -241,6 +241,7 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
     check_arity(getattr(mod, "mod", mod), arguments, name)
     traced = trace_lifted(mod, arguments, name)
     object.__setattr__(mod, TRACE, traced)
+    keep(traced)
     return traced
 
 
