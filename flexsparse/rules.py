@@ -200,11 +200,11 @@ def as_rule(value: object, argument: str = "rule") -> MaskRule | None:
             f"{value.__name__}(...)"
         )
     if not callable(value):
-        hint = (
-            ": pass its mask_mod as rule, and its blocks as a Selection"
-            if type(value).__name__ == "BlockMask"
-            else ""
-        )
+        instead = {
+            "BlockMask": ": pass its mask_mod as rule, and its blocks as a Selection",
+            "Selection": ": pass it as select, which joins the rule of the call",
+        }
+        hint = instead.get(type(value).__name__, "")
         raise ArgumentError(
             f"{argument} must be a rule or a function of (b, h, q_idx, kv_idx), "
             f"got {type(value).__name__}{hint}"
