@@ -73,8 +73,9 @@ def _expect(indices: Tensor, name: str, form: str, axes: int) -> None:
         raise ArgumentError(f"adapters.{name} needs an int32 or int64 tensor {form}, got {given}")
     if indices.ndim != axes:
         other = "dsa or attn_gym" if indices.ndim == 3 else "msa or nsa"
+        own = ", or of Selection.from_indices" if indices.ndim == 4 else ""
         hint = (
-            f"; {indices.ndim} axes are the form of adapters.{other}"
+            f"; {indices.ndim} axes are the form of adapters.{other}{own}"
             if indices.ndim in (3, 4)
             else ""
         )

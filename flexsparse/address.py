@@ -111,6 +111,12 @@ class FoldedHeads(Identity):
         return "KV heads folded into the batch"
 
 
+def address_of(key: str) -> Identity:
+    """The address of a key."""
+    name, heads, kv_heads = key.split("/")
+    return {"identity": Identity, "folded": FoldedHeads}[name](int(heads), int(kv_heads))
+
+
 def folds_without_copy(x: Tensor) -> bool:
     """Whether the heads of ``[B, H, …]`` merge with its batch as a view."""
     return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)

@@ -82,7 +82,11 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
     for name in ("q_len", "kv_len"):
         if getattr(select, name) != getattr(grid, name):
             swapped = select.heads == grid.q_len and select.q_len in (1, *heads)
-            hint = ": indices [B, T, H_kv, K] are for adapters.nsa" if swapped else ""
+            hint = (
+                ": adapters.nsa takes [B, T, H_kv, K], adapters.msa [B, H_kv, S_q, K]"
+                if swapped
+                else ""
+            )
             raise ShapeError(
                 f"select has {name} {getattr(select, name)} but the call has "
                 f"{getattr(grid, name)}{hint}"
@@ -90,7 +94,7 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
     if select.indices.shape[0] not in (1, grid.batch):
         raise ShapeError(
             f"select has batch {select.indices.shape[0]} but the call has {grid.batch}: it must be 1 "
-            "or the same"
+            "or the same (a grid made by hand takes Grid(q_len, kv_len, batch=...))"
         )
     if select.heads not in (1, *heads):
         raise ShapeError(

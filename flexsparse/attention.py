@@ -71,7 +71,10 @@ def attention(
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]`` -> out ``[B, Hq, Q, Dv]``, and with
     ``return_lse`` also lse ``[B, Hq, Q]`` (natural log, fp32). A query that sees nothing gives 0 and
-    -inf. The plan of the last call with the same rule object, unchanged, is used again; to decide
+    -inf; ``fallback="self"`` or ``("local", n)`` gives it its own key or the last ``n`` up to its own,
+    as far as the rule lets it, where the selection left it none, and ``empty="error"`` refuses it.
+    ``q_offset`` (an int, or an int tensor ``[B]``) is the position of the first query among the keys,
+    by default such that the last query stands at the last key. The plan of the last call with the same rule object, unchanged, is used again; to decide
     once and run often, hold a plan of `make_plan`.
 
     >>> import torch

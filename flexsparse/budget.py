@@ -40,7 +40,9 @@ class Budget(Shown):
     """Counts over batch and query heads. A pair is one query with one key.
 
     ``logical_pairs`` is what rule and selection allow; ``physical_pairs`` is tiles times tile area,
-    what a kernel computes; their ratio is the ``inflation``. ``kv_bytes`` is what visiting the tiles
+    what a kernel computes; their ratio is the ``inflation``: partial tiles that hold few of their
+    pairs, as where queries of one tile want different keys, and tiles that hang over the lengths, as
+    all do when decoding one query. ``kv_bytes`` is what visiting the tiles
     reads of K and V if heads that share a list share the reading, ``metadata_bytes`` the lists and
     tables; ``kv_bytes_if`` and ``metadata_bytes_if`` put the three ways to share side by side.
     """

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from flexsparse.address import Identity
+from flexsparse.address import Identity, address_of
 from flexsparse.bounds import check_tables
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
@@ -21,7 +22,7 @@ from flexsparse.parameters import is_number
 from flexsparse.rules import MaskMod, MaskRule, trace_rule
 from flexsparse.scores import ScoreMod, ScoreRule, trace_score
 from flexsparse.selection import Selection
-from flexsparse.tracing import Traced
+from flexsparse.tracing import Traced, code_of
 
 Offset = Literal["none", "shared", "batch"]
 
@@ -266,15 +267,13 @@ def mask_program(
     traced = None if rule is None else trace_rule(rule)
     if traced is not None:
         check_tables(rule, traced, grid, address.heads)
-    program = MaskProgram(
+    return MaskProgram(
         address=address,
         offset=offset_kind(grid),
         rule=traced,
         member=member,
         reach=reach if select is not None else None,
     )
-    _remember(program)
-    return program
 
 
 def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> ScoreProgram | None:
@@ -282,33 +281,27 @@ def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> Sco
         return None
     traced = trace_score(score)
     check_tables(score, traced, grid, address.heads)
-    program = ScoreProgram(address, offset_kind(grid), traced)
-    _remember(program)
-    return program
+    return ScoreProgram(address, offset_kind(grid), traced)
 
 
-# A custom operator carries strings and tensors only: it finds its programs here, by key. Entries are
-# code without tensors of a user, one for each kind of call, so the table stays small.
-_programs: dict[str, MaskProgram | ScoreProgram] = {}
-
-
-def _remember(program: MaskProgram | ScoreProgram) -> None:
-    if program.key in _programs:
-        return
-    if isinstance(program, ScoreProgram):
-        _programs[program.key] = replace(program, score=program.score.bare())
-    else:
-        rule = None if program.rule is None else program.rule.bare()
-        _programs[program.key] = replace(program, rule=rule)
-
-
+@cache
 def mask_of(key: str) -> MaskProgram:
-    program = _programs[key]
-    assert isinstance(program, MaskProgram)
-    return program
+    """The program of a key, without tensors: all that a custom operator is told of it."""
+    *address, offset, rule, member, reach = key.split("/")
+    assert offset in get_args(Offset)
+    return MaskProgram(
+        address=address_of("/".join(address)),
+        offset=cast(Offset, offset),
+        rule=None if rule == "any" else code_of(rule),
+        member=None if member == "all" else Member(*map(int, member.split("."))),
+        reach=int(reach) or None,
+    )
 
 
+@cache
 def score_of(key: str) -> ScoreProgram | None:
-    program = _programs[key] if key else None
-    assert not isinstance(program, MaskProgram)
-    return program
+    if not key:
+        return None
+    *address, offset, score = key.split("/")
+    assert offset in get_args(Offset)
+    return ScoreProgram(address_of("/".join(address)), cast(Offset, offset), code_of(score))

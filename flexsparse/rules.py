@@ -23,7 +23,7 @@ from flexsparse.parameters import (
     settled,
 )
 from flexsparse.shown import Shown
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, trace
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, keep, trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -210,11 +210,11 @@ def as_rule(value: object, argument: str = "rule") -> MaskRule | None:
             f"{value.__name__}(...)"
         )
     if not callable(value):
-        hint = (
-            ": pass its mask_mod as rule, and its blocks as a Selection"
-            if type(value).__name__ == "BlockMask"
-            else ""
-        )
+        instead = {
+            "BlockMask": ": pass its mask_mod as rule, and its blocks as a Selection",
+            "Selection": ": pass it as select, which joins the rule of the call",
+        }
+        hint = instead.get(type(value).__name__, "")
         raise ArgumentError(
             f"{argument} must be a rule or a function of (b, h, q_idx, kv_idx), "
             f"got {type(value).__name__}{hint}"
@@ -248,8 +248,8 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
                 "it, and call attention or make_plan with it once, outside"
             )
         return made
-    keep: list[Any] = []
-    known = held(mod, keep) if settled(mod) else None
+    kept: list[Any] = []
+    known = held(mod, kept) if settled(mod) else None
     last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
     if known is not None and last is not None and last[0] == known:
         again: Traced = vars(mod)[TRACE]
@@ -258,7 +258,8 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
     check_arity(getattr(mod, "mod", mod), arguments, name)
     traced = trace_lifted(mod, arguments, name)
     object.__setattr__(mod, TRACE, traced)
-    object.__setattr__(mod, TRACED_AT, (known, keep))
+    object.__setattr__(mod, TRACED_AT, (known, kept))
+    keep(traced)
     return traced
 
 

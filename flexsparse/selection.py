@@ -55,11 +55,20 @@ class Selection(Shown):
         ``out_of_range="drop"`` drops it instead (for holders whose convention is "at or past the
         length means none"). The check reads the device once; inside torch.compile or a CUDA graph
         it cannot, and ``"drop"`` must be said.
+
+        The length is ``kv_len``, that of k. A sequence that is shorter needs a rule: an unused slot
+        that holds its own length is a candidate like any other, and its last block runs past it.
+        When decoding, ``rule=Causal(), q_offset=lengths - 1`` keeps both from sight.
         """
         lengths = {"kv_len": kv_len, "q_len": q_len, "kv_block": kv_block, "q_block": q_block}
         for name, value in lengths.items():
             if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-                raise ArgumentError(f"{name} must be an int, got {value!r}")
+                hint = (
+                    ": it is k.shape[2]; sequences of several lengths are the rule's and q_offset's"
+                    if isinstance(value, Tensor) and name == "kv_len"
+                    else ""
+                )
+                raise ArgumentError(f"{name} must be an int, got {value!r}{hint}")
             if value < 1:
                 raise SelectionError(f"{name} must be at least 1, got {value}")
             if value > LARGEST and name.endswith("len"):
@@ -234,6 +243,10 @@ def _refuse_outside(indices: Tensor, candidates: int) -> None:
             "out_of_range='error' reads indices on the host, which a compiled or captured region "
             "cannot: say out_of_range='drop', or build the Selection outside"
         )
+    if indices.is_meta:
+        raise SelectionError(
+            "indices are on meta, where they have no values: move them to a device"
+        )
     outside = (indices < -1) | (indices >= candidates)
     if bool(outside.any()):
         b, h, row, slot = (int(i) for i in outside.nonzero()[0])
@@ -253,6 +266,15 @@ def _aligned(a: Selection, b: Selection) -> tuple[Selection, Selection]:
             f"selections over different lengths: q_len {a.q_len} and {b.q_len}, "
             f"kv_len {a.kv_len} and {b.kv_len}"
         )
+    for name, mine, theirs in (
+        ("q_block", a.q_block, b.q_block),
+        ("kv_block", a.kv_block, b.kv_block),
+    ):
+        if max(mine, theirs) % min(mine, theirs):
+            raise SelectionError(
+                f"selections with {name} {mine} and {theirs} do not combine: refine one of them to "
+                "blocks that divide the other's"
+            )
     blocks = {"q_block": min(a.q_block, b.q_block), "kv_block": min(a.kv_block, b.kv_block)}
     a, b = a.refine(**blocks), b.refine(**blocks)
     pair = []

@@ -50,10 +50,32 @@ class Traced:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A function that no module holds cannot be pickled; its source can.
         vars(self).update(state, call=_compile_source(state["code"]))
+        keep(self)
 
     def bare(self) -> Traced:
         """The code alone."""
         return replace(self, tensors=())
+
+
+# A custom operator carries strings and tensors only, and finds code here. Entries hold no tensor of a
+# user, one for each kind, so the table stays small. They are written where a mod is traced: what code
+# under torch.compile writes down is there only after its graph has run.
+_codes: dict[str, Traced] = {}
+
+
+def keep(traced: Traced) -> None:
+    if traced.kind not in _codes:
+        _codes[traced.kind] = traced.bare()
+
+
+def code_of(kind: str) -> Traced:
+    """The code of a mod traced before, without its tensors."""
+    if (code := _codes.get(kind)) is None:
+        raise RuleError(
+            f"the code of rule or score {kind} is unknown in this process: make the rule here, and "
+            "call attention or make_plan with it once, before running what was exported with it"
+        )
+    return code
 
 
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:

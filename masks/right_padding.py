@@ -26,7 +26,8 @@ from flexsparse.rules import MaskRule
 class RightPadding(MaskRule):
     """The first ``lengths[b]`` positions of each sequence; padding neither sees nor is seen.
 
-    ``lengths``: int tensor ``[B]``, in positions.
+    ``lengths``: int tensor ``[B]``, in positions. A query's position is the call's ``q_offset``: to
+    decode one token of each sequence, ``Causal()`` with ``q_offset=lengths - 1`` is this rule too.
     """
 
     lengths: Tensor

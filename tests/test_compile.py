@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import flexsparse as fs
+from flexsparse import tracing
 from flexsparse.device import compiles
-from flexsparse.masks import Alibi, Causal, SlidingWindow
+from flexsparse.masks import Alibi, Causal, SlidingWindow, Softcap
+from flexsparse.program import mask_of, score_of
 from flexsparse.selectors import Quest
 
 
@@ -161,6 +164,51 @@ def test_attention_compiles_into_user_code(device: torch.device) -> None:
     rule = Causal()
     compiled = torch.compile(lambda q, k, v: fs.attention(q, k, v, rule=rule), fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), fs.attention(q, k, v, rule=rule))
+
+
+def test_a_compiled_call_needs_no_call_before_it(device: torch.device) -> None:
+    q, k, v = qkv(device)
+    indices = torch.randint(-1, q.shape[2] + 4, (1, q.shape[2], 9), device=device)
+    # Code that nothing else in this process has.
+    rule = fs.MaskRule.of(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 7 != 5) & (kv != 61))
+    score = fs.ScoreRule.of(lambda score, b, h, q, kv: score - (q - kv) / 61)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        chosen = fs.adapters.dsa(indices, kv_len=k.shape[2], out_of_range="drop")
+        return fs.attention(q, k, v, rule=rule, score=score, select=chosen, backend="tiles")
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")(q, k, v, indices)
+    torch.testing.assert_close(compiled, step(q, k, v, indices))
+
+
+def test_a_pickled_plan_runs_where_its_rule_was_never_made(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = qkv(device)
+    plan = fs.make_plan(q, k, v, rule=Causal(), backend="tiles")
+    wanted, stored = plan.run(q, k, v).out, pickle.dumps(plan)
+    monkeypatch.setattr(tracing, "_codes", {})
+    mask_of.cache_clear()
+    with pytest.raises(fs.FlexSparseError, match="unknown in this process: make the rule here"):
+        plan.run(q, k, v)
+    torch.testing.assert_close(pickle.loads(stored).run(q, k, v).out, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pack", ["identity", "fold"])
+@pytest.mark.parametrize("q_offset", [None, 3, torch.tensor([3, 5])])
+def test_a_program_is_its_key(pack: Literal["identity", "fold"], q_offset: Any) -> None:
+    q, k, v = qkv(torch.device("cpu"))
+    chosen = Quest(block=8, keep=4, q_block=4)
+    for rule, select in ((None, None), (Causal(), chosen), (None, chosen)):
+        plan = fs.make_plan(
+            q, k, v, rule=rule, select=select, score=Softcap(5.0), q_offset=q_offset, pack=pack,
+            fallback="self" if select else None,
+        )  # fmt: skip
+        found, score = mask_of(plan.program.key), score_of(plan.score_program.key)
+        for made, again in ((plan.program, found), (plan.score_program, score)):
+            assert made.key == again.key
+            assert (made.address, made.offset) == (again.address, again.offset)
+        assert (found.member, found.reach) == (plan.program.member, plan.program.reach)
 
 
 def test_a_plan_exports(device: torch.device) -> None:
