@@ -14,6 +14,7 @@ from flexsparse.grid import Grid
 from flexsparse.intervals import lists_of, naming, rule_codes, rule_tiles
 from flexsparse.occupancy import list_axes, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+from flexsparse.versions import Versions
 
 
 class Element(NamedTuple):
@@ -55,7 +56,7 @@ class Ahead:
     one it is ``codes [B or 1, Hq or 1, R, C]`` in logical axes; None where every tile is full.
     """
 
-    versions: tuple[int, ...]
+    versions: Versions
     tables: FixedTables
     codes: Tensor | None
     lists: list[Tensor] | None
@@ -63,6 +64,8 @@ class Ahead:
 
 def look_ahead(terms: Terms) -> Ahead:
     program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
+    # Read first: a change from here on is one that these tiles do not know of.
+    versions = program.versions(grid)
     tables = program.fixed_tables(grid, device)
     codes = lists = None
     if program.member is None and not on_device_only(device):
@@ -73,4 +76,4 @@ def look_ahead(terms: Terms) -> Ahead:
         lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
     elif program.rule is not None and not terms.asks_queries:
         codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
-    return Ahead(program.versions(grid), tables, codes, lists)
+    return Ahead(versions, tables, codes, lists)

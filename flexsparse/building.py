@@ -49,6 +49,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.versions import Versions
 
 
 def build_layout(
@@ -180,7 +181,7 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         seen_keys=None,
         select=select,
         element=terms.element,
-        versions=ahead.versions,
+        versions=_versions(ahead, select),
     )
 
 
@@ -195,6 +196,13 @@ def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None
     own_batch = address.fold > 1 or any(b > 1 for b, _ in made_from)
     own_heads = any(h > address.fold for _, h in made_from)
     return Lists(batch if own_batch else 1, heads if own_heads else 1, address.fold, address.heads)
+
+
+def _versions(ahead: Ahead, select: Selection | None) -> Versions:
+    """Of all that the tiles depend on: of candidates too, unless a graph is to see them change."""
+    if select is None or on_device_only(select.indices.device):
+        return ahead.versions
+    return ahead.versions.and_of(select.indices)
 
 
 def settled(layout: Layout) -> Layout:
@@ -271,5 +279,5 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         ),
         select=select,
         element=terms.element,
-        versions=ahead.versions,
+        versions=_versions(ahead, select),
     )

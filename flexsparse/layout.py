@@ -12,6 +12,7 @@ from torch import Tensor
 from flexsparse.address import Identity
 from flexsparse.ahead import Element
 from flexsparse.coverage import Span
+from flexsparse.errors import LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
@@ -23,6 +24,7 @@ from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.shown import Shown
 from flexsparse.trees import register
+from flexsparse.versions import Versions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,7 +58,7 @@ class Layout(Shown):
     seen_keys: Tensor | None
     select: Selection | None
     element: Element
-    versions: tuple[int, ...]
+    versions: Versions
 
     @property
     def span(self) -> Span:
@@ -73,6 +75,7 @@ class Layout(Shown):
     @property
     def mask_mod(self) -> MaskMod:
         """Rule, membership and fallback, right wherever it is asked, listed tiles or not."""
+        self.refuse_outdated()
         tables = self.tables
         if self.select is not None and not self.program.asks_member(self.block_size):
             # Kernels do without: the lists say it. Whoever goes around the lists cannot.
@@ -80,6 +83,14 @@ class Layout(Shown):
             at = self.program.words_at
             tables = [*tables[:at], words, *tables[at + 1 :]]
         return self.program.mod(tables)
+
+    def refuse_outdated(self) -> None:
+        """Raises `LayoutError` where a tensor has changed that the tiles depend on."""
+        if not self.versions.current:
+            raise LayoutError(
+                "a tensor of the rule, q_offset or selection has changed since this layout was made, "
+                "and its tiles with it: make the layout anew, with plan.layout or build_layout"
+            )
 
     @property
     def block_mask(self) -> BlockMask:

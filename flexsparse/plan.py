@@ -129,7 +129,7 @@ class Plan(Shown):
         if torch.compiler.is_compiling():
             return self.ahead
         counts = self.program.counts_changes(self.grid)
-        if counts and self.ahead.versions == self.program.versions(self.grid):
+        if counts and self.ahead.versions.current:
             return self.ahead
         ahead = look_ahead(self.terms)
         object.__setattr__(self, "ahead", ahead)
@@ -177,11 +177,7 @@ class Plan(Shown):
                 f"{layout!r} does not belong to this plan ({self.grid}, tiles of {self.tile[0]}x"
                 f"{self.tile[1]}, {self.address}): make it with plan.layout"
             )
-        if self.outdated(layout):
-            raise LayoutError(
-                "a tensor that the rule or q_offset reads has changed since this layout was made, and "
-                "its tiles with it: make the layout anew with plan.layout"
-            )
+        layout.refuse_outdated()
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in (q, k, v, *score_tables))
@@ -242,11 +238,6 @@ class Plan(Shown):
         room = max(1, min(layout.span.tiles[0], most + most // 4))
         object.__setattr__(self, "terms", self.terms._replace(columns=room))
         return layout.with_columns(room)
-
-    def outdated(self, layout: Layout) -> bool:
-        """Whether a tensor that the tiles of one of the plan's own layouts depend on has changed."""
-        own = layout.program is self.program and not torch.compiler.is_compiling()
-        return own and layout.versions != self.program.versions(self.grid)
 
     def _own_layout(self) -> Layout:
         if self.first is None:
