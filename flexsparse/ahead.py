@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
+from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals import lists_of, naming, rule_codes, rule_tiles
 from flexsparse.occupancy import list_axes, on_device_only
@@ -62,6 +63,7 @@ class Ahead:
     lists: list[Tensor] | None
 
 
+@lasting
 def look_ahead(terms: Terms) -> Ahead:
     program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
     # Read first: a change from here on is one that these tiles do not know of.

@@ -25,6 +25,7 @@ from flexsparse.arguments import (
     tile_size,
 )
 from flexsparse.coverage import cover, every_tile
+from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.intervals import naming
@@ -90,6 +91,7 @@ def build_layout(
     return settled(layout)
 
 
+@lasting
 def make(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     """The layout of one selection, or of the rule alone."""
     if ahead.lists is not None:
@@ -205,6 +207,7 @@ def _versions(ahead: Ahead, select: Selection | None) -> Versions:
     return ahead.versions.and_of(select.indices)
 
 
+@lasting
 def settled(layout: Layout) -> Layout:
     """The layout without tiles in which nothing is seen, and those wholly seen among the full."""
     partial, full = layout.tile_maps()
@@ -240,7 +243,9 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
         base = program.before_fallback(program.tables(ahead.tables, words, start))
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-        nothing_seen = ~seeing_rows(tiles, cover(base, tiles, span).queries, lists, span)
+        with naming(program):
+            queries = cover(base, tiles, span).queries
+        nothing_seen = ~seeing_rows(tiles, queries, lists, span)
         occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
     tables = program.tables(ahead.tables, words, nothing_seen)
     if occupied is None:

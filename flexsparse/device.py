@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CompileCounter:
@@ -32,6 +37,20 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if kind not in ("cpu", "cuda", "xpu", "mps") or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def lasting(function: Callable[P, R]) -> Callable[P, R]:
+    """What ``function`` makes is kept beyond the call: in inference mode too it makes tensors which
+    later take part in gradients."""
+
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return made
 
 
 class Stages:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexsparse.address import Identity
 from flexsparse.ahead import Element
 from flexsparse.coverage import Span
+from flexsparse.device import lasting
 from flexsparse.errors import LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
@@ -97,8 +98,15 @@ class Layout(Shown):
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
-        lists = widened(self.lists, self.span)
+        whole = self.with_columns() if self.may_lack_rows else self
+        lists = widened(whole.lists, self.span)
         return as_block_mask(lists, lengths, self.block_size, self.mask_mod)
+
+    @property
+    def may_lack_rows(self) -> bool:
+        """Whether columns have less room than there are rows, which some selection may need."""
+        cut = self.columns is not None and self.columns.capacity < self.span.tiles[0]
+        return cut and self.select is not None
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
@@ -108,6 +116,7 @@ class Layout(Shown):
             expand(self.full_kv_num_blocks, self.full_kv_indices, columns),
         )
 
+    @lasting
     def with_columns(self, capacity: int | None = None) -> Layout:
         """The layout with its lists by column, each as long as ``capacity``, by default all rows."""
         rows, columns = self.span.tiles
