@@ -140,11 +140,17 @@ class Plan(Shown):
         return self.program.member == member_of(select)
 
     def fits(self, layout: Layout) -> bool:
-        """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device.
+        """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device, and holds what its
+        ``sanitize`` and ``empty`` ask for.
 
         Quick for the plan's own layouts; for one made elsewhere the tensors of the rules are compared.
         """
         if layout.kv_indices.device != self.device:
+            return False
+        terms = self.terms
+        if terms.sanitize and layout.seen_keys is None:
+            return False
+        if terms.empty == "error" and layout.has_empty_row is None:
             return False
         if layout.program is self.program:
             return True
@@ -208,10 +214,9 @@ class Plan(Shown):
         Where columns have less room than there are rows, the host looks whether they sufficed.
         """
         if layout.columns is None:
-            return layout.with_columns(self.terms.columns or None)
-        rows = layout.span.tiles[0]
-        cut = layout.select is not None and layout.columns.capacity < rows
-        if not cut or on_device_only(self.device):
+            layout = layout.with_columns(self.terms.columns or None)
+        assert layout.columns is not None
+        if not layout.may_lack_rows or on_device_only(self.device):
             return layout
         if (most := int(layout.columns.most)) <= layout.columns.capacity:
             return layout
