@@ -237,9 +237,15 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
                 "it, and call attention or make_plan with it once, outside"
             )
         return made
-    name = f"{slot} {describe(mod)}"
-    check_arity(getattr(mod, "mod", mod), arguments, name)
-    traced = trace_lifted(mod, arguments, name)
+    try:
+        name = f"{slot} {describe(mod)}"
+        check_arity(getattr(mod, "mod", mod), arguments, name)
+        traced = trace_lifted(mod, arguments, name)
+    except RecursionError:
+        raise RuleError(
+            f"this {slot} is composed of others deeper than Python can call: join them with one sign "
+            "in a row, as in a & b & c, or write one function"
+        ) from None
     object.__setattr__(mod, TRACE, traced)
     return traced
 
@@ -254,9 +260,11 @@ def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
         return trace(mod, arguments, name)
     plain = trace(mod, arguments, name)
     refusal: RuleError | None = None
+    # What may be seen is decided in single precision, but for what the rule itself keeps in double.
+    doubles = "score" not in arguments and plain.has_doubles
     for closures in (True, False):
         try:
-            lifted = trace(lift(mod, closures=closures), arguments, name)
+            lifted = trace(lift(mod, closures=closures, doubles=doubles), arguments, name)
         except RuleError as error:
             refusal = error
             continue

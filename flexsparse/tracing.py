@@ -51,6 +51,12 @@ class Traced:
         # A function that no module holds cannot be pickled; its source can.
         vars(self).update(state, call=_compile_source(state["code"]))
 
+    @property
+    def has_doubles(self) -> bool:
+        """Whether it computes in double precision somewhere."""
+        read = any(t.dtype == torch.float64 and not is_number(t) for t in self.tensors)
+        return read or "torch.float64" in self.code
+
     def bare(self) -> Traced:
         """The code alone."""
         return replace(self, tensors=())
