@@ -122,7 +122,11 @@ class Plan(Shown):
                     f"select is on {select.indices.device} but the plan on {self.device}: move it "
                     "with select.to(device)"
                 )
-        return make(self.terms, select, self._looked_ahead())
+        ahead = self._looked_ahead()
+        if select is None and self.first is not None and self.first.versions is ahead.versions:
+            # Of a rule alone there is one layout, and no graph could find it anew.
+            return self.first
+        return make(self.terms, select, ahead)
 
     def _looked_ahead(self) -> Ahead:
         """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
