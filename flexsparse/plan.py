@@ -256,10 +256,12 @@ class Plan(Shown):
         return self.first
 
     def raise_pending(self, layout: Layout | None = None) -> None:
-        """Reads what a compiled or captured region could only note down on the device."""
+        """Reads what a compiled or captured region could not: what it noted down on the device, and
+        whether a tensor of the rule or ``q_offset`` has changed, whose tiles such a region keeps."""
         layout = self.first if layout is None else layout
         if layout is None:
             return
+        layout.refuse_outdated()
         if layout.has_empty_row is not None and bool(layout.has_empty_row):
             raise EmptyRowError("some query sees no key, and empty='error'")
         columns = layout.columns

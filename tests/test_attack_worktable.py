@@ -287,6 +287,28 @@ def test_a_plan_of_inference_mode_serves_training(selected: bool) -> None:
         torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
 
 
+def test_a_change_under_a_compiled_plan_is_told_when_asked() -> None:
+    """A compiled region cannot look: it keeps the tiles it was compiled with, and whoever asks hears."""
+    ids = torch.arange(40) // 20
+    tensors = qkv()
+    plan = fs.make_plan(*tensors, rule=Document(ids), tile=16, backend="tiles")
+    compiled = torch.compile(lambda q, k, v: plan.run(q, k, v).out, backend="eager", fullgraph=True)
+    attends(compiled(*tensors), tensors, rule=Document(ids))
+    plan.raise_pending()
+    ids.copy_(torch.arange(40) // 10)
+    compiled(*tensors)
+    with pytest.raises(fs.FlexSparseError, match="has changed"):
+        plan.raise_pending()
+    again = torch.compile(
+        lambda q, k, v: fs.attention(q, k, v, rule=rule, backend="tiles"),
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    rule = Document(ids)
+    attends(again(*tensors), tensors, rule=rule)
+    ids.copy_(torch.arange(40) // 4)
+    attends(again(*tensors), tensors, rule=rule)
+
+
 # What a selector may choose from
 
 
