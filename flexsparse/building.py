@@ -94,7 +94,9 @@ def build_layout(
 @lasting
 def make(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     """The layout of one selection, or of the rule alone."""
-    if ahead.lists is not None:
+    # Who sees anything is asked of lists, whose lengths a graph does not know.
+    by_lists = not (terms.asks_queries and on_device_only(terms.device))
+    if ahead.lists is not None and by_lists:
         return of_rule(terms, ahead, ahead.lists)
     if terms.asks_queries:
         return by_pairs(terms, select, ahead)
