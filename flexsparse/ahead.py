@@ -10,10 +10,12 @@ from torch import Tensor
 
 from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
+from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals import lists_of, naming, rule_codes, rule_tiles
 from flexsparse.occupancy import list_axes, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+from flexsparse.versions import Versions
 
 
 class Element(NamedTuple):
@@ -55,14 +57,17 @@ class Ahead:
     one it is ``codes [B or 1, Hq or 1, R, C]`` in logical axes; None where every tile is full.
     """
 
-    versions: tuple[int, ...]
+    versions: Versions
     tables: FixedTables
     codes: Tensor | None
     lists: list[Tensor] | None
 
 
+@lasting
 def look_ahead(terms: Terms) -> Ahead:
     program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
+    # Read first: a change from here on is one that these tiles do not know of.
+    versions = program.versions(grid)
     tables = program.fixed_tables(grid, device)
     codes = lists = None
     if program.member is None and not on_device_only(device):
@@ -73,4 +78,4 @@ def look_ahead(terms: Terms) -> Ahead:
         lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
     elif program.rule is not None and not terms.asks_queries:
         codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
-    return Ahead(program.versions(grid), tables, codes, lists)
+    return Ahead(versions, tables, codes, lists)

@@ -124,7 +124,7 @@ def _planned(
     plan, _ = known
     if plan.selector is None:
         # The same values can be another change of the same tensors.
-        stale = plan.first is not None and plan.outdated(plan.first)
+        stale = plan.first is not None and not plan.first.versions.current
         return plan, plan.layout(plan.first.select) if plan.first and stale else plan.first
     select = plan.selector.select(q, k, plan.grid, plan.rule)
     if not plan.takes(select):

@@ -25,6 +25,7 @@ from flexsparse.arguments import (
     tile_size,
 )
 from flexsparse.coverage import cover, every_tile
+from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.intervals import naming
@@ -49,6 +50,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.versions import Versions
 
 
 def build_layout(
@@ -89,9 +91,12 @@ def build_layout(
     return settled(layout)
 
 
+@lasting
 def make(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     """The layout of one selection, or of the rule alone."""
-    if ahead.lists is not None:
+    # Who sees anything is asked of lists, whose lengths a graph does not know.
+    by_lists = not (terms.asks_queries and on_device_only(terms.device))
+    if ahead.lists is not None and by_lists:
         return of_rule(terms, ahead, ahead.lists)
     if terms.asks_queries:
         return by_pairs(terms, select, ahead)
@@ -180,7 +185,7 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         seen_keys=None,
         select=select,
         element=terms.element,
-        versions=ahead.versions,
+        versions=_versions(ahead, select),
     )
 
 
@@ -197,6 +202,14 @@ def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None
     return Lists(batch if own_batch else 1, heads if own_heads else 1, address.fold, address.heads)
 
 
+def _versions(ahead: Ahead, select: Selection | None) -> Versions:
+    """Of all that the tiles depend on: of candidates too, unless a graph is to see them change."""
+    if select is None or on_device_only(select.indices.device):
+        return ahead.versions
+    return ahead.versions.and_of(select.indices)
+
+
+@lasting
 def settled(layout: Layout) -> Layout:
     """The layout without tiles in which nothing is seen, and those wholly seen among the full."""
     partial, full = layout.tile_maps()
@@ -232,7 +245,9 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
         base = program.before_fallback(program.tables(ahead.tables, words, start))
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-        nothing_seen = ~seeing_rows(tiles, cover(base, tiles, span).queries, lists, span)
+        with naming(program):
+            queries = cover(base, tiles, span).queries
+        nothing_seen = ~seeing_rows(tiles, queries, lists, span)
         occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
     tables = program.tables(ahead.tables, words, nothing_seen)
     if occupied is None:
@@ -271,5 +286,5 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         ),
         select=select,
         element=terms.element,
-        versions=ahead.versions,
+        versions=_versions(ahead, select),
     )

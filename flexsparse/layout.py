@@ -12,6 +12,8 @@ from torch import Tensor
 from flexsparse.address import Identity
 from flexsparse.ahead import Element
 from flexsparse.coverage import Span
+from flexsparse.device import lasting
+from flexsparse.errors import LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
@@ -23,6 +25,7 @@ from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.shown import Shown
 from flexsparse.trees import register
+from flexsparse.versions import Versions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,7 +59,7 @@ class Layout(Shown):
     seen_keys: Tensor | None
     select: Selection | None
     element: Element
-    versions: tuple[int, ...]
+    versions: Versions
 
     @property
     def span(self) -> Span:
@@ -73,6 +76,7 @@ class Layout(Shown):
     @property
     def mask_mod(self) -> MaskMod:
         """Rule, membership and fallback, right wherever it is asked, listed tiles or not."""
+        self.refuse_outdated()
         tables = self.tables
         if self.select is not None and not self.program.asks_member(self.block_size):
             # Kernels do without: the lists say it. Whoever goes around the lists cannot.
@@ -81,13 +85,28 @@ class Layout(Shown):
             tables = [*tables[:at], words, *tables[at + 1 :]]
         return self.program.mod(tables)
 
+    def refuse_outdated(self) -> None:
+        """Raises `LayoutError` where a tensor has changed that the tiles depend on."""
+        if not self.versions.current:
+            raise LayoutError(
+                "a tensor of the rule, q_offset or selection has changed since this layout was made, "
+                "and its tiles with it: make the layout anew, with plan.layout or build_layout"
+            )
+
     @property
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
         lengths = (self.grid.q_len, self.grid.kv_len)
-        lists = widened(self.lists, self.span)
+        whole = self.with_columns() if self.may_lack_rows else self
+        lists = widened(whole.lists, self.span)
         return as_block_mask(lists, lengths, self.block_size, self.mask_mod)
+
+    @property
+    def may_lack_rows(self) -> bool:
+        """Whether columns have less room than there are rows, which some selection may need."""
+        cut = self.columns is not None and self.columns.capacity < self.span.tiles[0]
+        return cut and self.select is not None
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, R, C]`` twice: the tiles masked inside, and the full ones."""
@@ -97,6 +116,7 @@ class Layout(Shown):
             expand(self.full_kv_num_blocks, self.full_kv_indices, columns),
         )
 
+    @lasting
     def with_columns(self, capacity: int | None = None) -> Layout:
         """The layout with its lists by column, each as long as ``capacity``, by default all rows."""
         rows, columns = self.span.tiles

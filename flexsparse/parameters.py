@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,15 +26,16 @@ _LIFTED = "_flexsparse_number"
 LARGEST_NUMBER = 2**30
 
 
-def lift(mod: Any, *, closures: bool = True) -> Any:
+def lift(mod: Any, *, closures: bool = True, doubles: bool = False) -> Any:
     """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks).
 
     ``closures=False`` leaves functions and tuples as they are: a number there may steer Python.
+    ``doubles`` leaves what single precision does not hold, for rules that compute in double.
     """
     if _is_record(mod):
-        return _copied(mod, lambda value: _lifted(value, closures))
+        return _copied(mod, lambda value: _lifted(value, closures, doubles))
     if closures:
-        return _lifted(mod, closures)
+        return _lifted(mod, closures, doubles)
     return mod
 
 
@@ -50,19 +52,23 @@ def moved(mod: Any, device: torch.device) -> Any:
     return move(mod)
 
 
-def _lifted(value: Any, closures: bool) -> Any:
+def _lifted(value: Any, closures: bool, doubles: bool) -> Any:
+    def inner(part: Any) -> Any:
+        return _lifted(part, closures, doubles)
+
     # Subclasses, bool and IntEnum among them, may mean more than their number.
     if type(value) is int and abs(value) <= LARGEST_NUMBER:
         return _number(value, torch.int32)
     if type(value) is float:
-        return _number(value, torch.float64)
+        kept = doubles and torch.tensor(value, dtype=torch.float32, device="cpu").item() != value
+        return value if kept else _number(value, torch.float64)
     if _is_record(value):
-        return _copied(value, lambda v: _lifted(v, closures))
+        return _copied(value, inner)
     if closures:
-        return _rebuilt(value, lambda v: _lifted(v, closures))
+        return _rebuilt(value, inner)
     if type(value) is tuple:
         # Numbers there may be for Python to unpack; rules are not.
-        return tuple(_lifted(v, closures) if _is_record(v) else v for v in value)
+        return tuple(inner(v) if _is_record(v) else v for v in value)
     return value
 
 
@@ -102,17 +108,23 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         )
     if not isinstance(value, FunctionType):
         return value
-    if id(value) in _being_rebuilt:
-        return _being_rebuilt[id(value)]
-    _being_rebuilt[id(value)] = value
+    if id(value) in _rebuilding.now:
+        return value
+    _rebuilding.now.add(id(value))
     try:
         return _refilled(value, change)
     finally:
-        del _being_rebuilt[id(value)]
+        _rebuilding.now.remove(id(value))
 
 
-# Functions that name each other are rebuilt once, from the outside in.
-_being_rebuilt: dict[int, FunctionType] = {}
+class _Rebuilding(threading.local):
+    """Functions that name each other are rebuilt once, from the outside in; in each thread."""
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+
+
+_rebuilding = _Rebuilding()
 
 
 def _refilled(value: FunctionType, change: Callable[[Any], Any]) -> FunctionType:
@@ -202,7 +214,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
         yield from map(_content, value.__closure__ or ())
-        yield from value.__defaults__ or ()
+        yield from _defaults(value)
         for name in value.__code__.co_names:
             read = value.__globals__.get(name)
             if not isinstance(read, ModuleType | type):
@@ -210,8 +222,13 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, torch.nn.Module):
         yield from value.parameters()
         yield from value.buffers()
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
+    elif (hasattr(value, "__dict__") or _is_record(value)) and not isinstance(value, type):
         yield from holdings(value).values()
+
+
+def _defaults(function: FunctionType) -> Iterator[Any]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
 
 
 # Built-ins through which a function can read anything.
@@ -234,33 +251,48 @@ def _globals_of(code: CodeType) -> frozenset[str]:
 _READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
-def settled(mod: Any, within: tuple[FunctionType, ...] = ()) -> bool:
+def settled(mod: Any) -> bool:
     """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
 
     True of numbers, tensors, and functions and rules that read no more than these and modules. What
     reads a notebook's globals, attributes of objects or containers has to be traced to be known.
     """
+    try:
+        return _settled(mod, (), frozenset())
+    except RecursionError:
+        return False
+
+
+def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) -> bool:
+    """``names`` are the attributes that whoever holds ``mod`` reads."""
     if isinstance(mod, Tensor | int | float | str | type(None)):
         return True
     if type(mod) is tuple:
-        return all(map(settled, mod))
+        return all(_settled(x, within, names) for x in mod)
     if isinstance(mod, FunctionType):
         code = mod.__code__
         read = [mod.__globals__[n] for n in _globals_of(code) if n in mod.__globals__]
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
-        held_by = [*map(_content, mod.__closure__ or ()), *(mod.__defaults__ or ())]
-        plain = not inner and all(_is_constant(x) for x in read) and not _ASKS & set(code.co_names)
+        held_by = [*map(_content, mod.__closure__ or ()), *_defaults(mod)]
+        plain = not inner and not vars(mod) and not _ASKS & set(code.co_names)
         # Functions may name each other.
-        within = (*within, mod)
-        return plain and all(any(x is w for w in within) or settled(x, within) for x in held_by)
+        within, names = (*within, mod), frozenset(code.co_names)
+        return (
+            plain
+            and all(map(_is_constant, read))
+            and all(any(x is w for w in within) or _settled(x, within, names) for x in held_by)
+        )
     if not _is_record(mod):
         return False
     call = next((vars(c)["__call__"] for c in type(mod).__mro__ if "__call__" in vars(c)), None)
-    fields = {f.name for f in dataclasses.fields(mod)}
-    names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
+    names |= set(getattr(getattr(call, "__code__", None), "co_names", ()))
     # An attribute that is no field may be a property, or a constant of the class.
-    foreign = any(n in vars(c) for c in type(mod).__mro__[:-1] for n in names - fields)
-    return not foreign and settled(call) and all(map(settled, holdings(mod).values()))
+    foreign = (names - {f.name for f in dataclasses.fields(mod)}) | {"__getattr__"}
+    if any(n in vars(c) for c in type(mod).__mro__[:-1] for n in foreign):
+        return False
+    return _settled(call, within, frozenset()) and all(
+        _settled(x, within, names) for x in holdings(mod).values()
+    )
 
 
 def name_of(mod: Any, tensor: Tensor) -> str:

@@ -122,14 +122,18 @@ class Plan(Shown):
                     f"select is on {select.indices.device} but the plan on {self.device}: move it "
                     "with select.to(device)"
                 )
-        return make(self.terms, select, self._looked_ahead())
+        ahead = self._looked_ahead()
+        if select is None and self.first is not None and self.first.versions is ahead.versions:
+            # Of a rule alone there is one layout, and no graph could find it anew.
+            return self.first
+        return make(self.terms, select, ahead)
 
     def _looked_ahead(self) -> Ahead:
         """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
         if torch.compiler.is_compiling():
             return self.ahead
         counts = self.program.counts_changes(self.grid)
-        if counts and self.ahead.versions == self.program.versions(self.grid):
+        if counts and self.ahead.versions.current:
             return self.ahead
         ahead = look_ahead(self.terms)
         object.__setattr__(self, "ahead", ahead)
@@ -140,11 +144,17 @@ class Plan(Shown):
         return self.program.member == member_of(select)
 
     def fits(self, layout: Layout) -> bool:
-        """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device.
+        """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device, and holds what its
+        ``sanitize`` and ``empty`` ask for.
 
         Quick for the plan's own layouts; for one made elsewhere the tensors of the rules are compared.
         """
         if layout.kv_indices.device != self.device:
+            return False
+        terms = self.terms
+        if terms.sanitize and layout.seen_keys is None:
+            return False
+        if terms.empty == "error" and layout.has_empty_row is None:
             return False
         if layout.program is self.program:
             return True
@@ -177,11 +187,7 @@ class Plan(Shown):
                 f"{layout!r} does not belong to this plan ({self.grid}, tiles of {self.tile[0]}x"
                 f"{self.tile[1]}, {self.address}): make it with plan.layout"
             )
-        if self.outdated(layout):
-            raise LayoutError(
-                "a tensor that the rule or q_offset reads has changed since this layout was made, and "
-                "its tiles with it: make the layout anew with plan.layout"
-            )
+        layout.refuse_outdated()
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in (q, k, v, *score_tables))
@@ -212,10 +218,9 @@ class Plan(Shown):
         Where columns have less room than there are rows, the host looks whether they sufficed.
         """
         if layout.columns is None:
-            return layout.with_columns(self.terms.columns or None)
-        rows = layout.span.tiles[0]
-        cut = layout.select is not None and layout.columns.capacity < rows
-        if not cut or on_device_only(self.device):
+            layout = layout.with_columns(self.terms.columns or None)
+        assert layout.columns is not None
+        if not layout.may_lack_rows or on_device_only(self.device):
             return layout
         if (most := int(layout.columns.most)) <= layout.columns.capacity:
             return layout
@@ -243,11 +248,6 @@ class Plan(Shown):
         object.__setattr__(self, "terms", self.terms._replace(columns=room))
         return layout.with_columns(room)
 
-    def outdated(self, layout: Layout) -> bool:
-        """Whether a tensor that the tiles of one of the plan's own layouts depend on has changed."""
-        own = layout.program is self.program and not torch.compiler.is_compiling()
-        return own and layout.versions != self.program.versions(self.grid)
-
     def _own_layout(self) -> Layout:
         if self.first is None:
             raise ArgumentError("this plan holds no layout: pass one, plan.layout(selection)")
@@ -256,10 +256,12 @@ class Plan(Shown):
         return self.first
 
     def raise_pending(self, layout: Layout | None = None) -> None:
-        """Reads what a compiled or captured region could only note down on the device."""
+        """Reads what a compiled or captured region could not: what it noted down on the device, and
+        whether a tensor of the rule or ``q_offset`` has changed, whose tiles such a region keeps."""
         layout = self.first if layout is None else layout
         if layout is None:
             return
+        layout.refuse_outdated()
         if layout.has_empty_row is not None and bool(layout.has_empty_row):
             raise EmptyRowError("some query sees no key, and empty='error'")
         columns = layout.columns

@@ -23,6 +23,7 @@ from flexsparse.rules import MaskMod, MaskRule, trace_rule
 from flexsparse.scores import ScoreMod, ScoreRule, trace_score
 from flexsparse.selection import Selection
 from flexsparse.tracing import Traced, code_of
+from flexsparse.versions import Versions
 
 Offset = Literal["none", "shared", "batch"]
 
@@ -100,7 +101,7 @@ class MaskProgram:
         # Positions are integers, and what torch makes of them beside a number is fp32: what may be
         # seen does not depend on the precision of q.
         rule = [] if self.rule is None else rule_tables(self.rule, device, torch.float32)
-        return FixedTables(offset, rule)
+        return FixedTables([_own(t) for t in offset], [_own(t) for t in rule])
 
     def tables(
         self, fixed: FixedTables, words: Tensor | None = None, empty: Tensor | None = None
@@ -125,12 +126,9 @@ class MaskProgram:
         address = Identity(self.address.heads, self.address.kv_heads)
         return replace(self, address=address, member=None, reach=None)
 
-    def versions(self, grid: Grid) -> tuple[int, ...]:
-        """Counts that grow when a tensor changes which the tiles of a layout depend on."""
-        if torch.compiler.is_compiling():
-            return ()
-        read = [*(self.rule.tensors if self.rule else ()), grid.q_offset]
-        return tuple(t._version for t in read if isinstance(t, Tensor) and not t.is_inference())
+    def versions(self, grid: Grid) -> Versions:
+        """Of the tensors which the tiles of a layout depend on, whatever is selected."""
+        return Versions.of([*(self.rule.tensors if self.rule else ()), grid.q_offset])
 
     def reads_the_same(self, tables: Sequence[Tensor], grid: Grid) -> bool:
         """Whether the rule and offset in ``tables``, of the same code, hold what this one's do."""
@@ -140,7 +138,7 @@ class MaskProgram:
         if self.offset != "none":
             mine.append(offset_table(grid, self.offset, device))
             theirs.append(tables[0])
-        return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        return all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def counts_changes(self, grid: Grid) -> bool:
         """Whether every such tensor counts its changes: those made in inference mode do not."""
@@ -250,6 +248,23 @@ def rule_tables(traced: Traced, device: torch.device, dtype: torch.dtype) -> lis
         inexact = is_number(tensor) and tensor.is_floating_point()
         found.append(tensor.to(device=device, dtype=dtype) if inexact else tensor.to(device))
     return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tables hold the same; NaN is the same as NaN here."""
+    if a.shape != b.shape:
+        return False
+    same = a == b
+    if a.is_floating_point():
+        same = same | (a.isnan() & b.isnan())
+    return bool(same.all())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of what keeps no count of its changes, so that tiles and masks stay those of one time."""
+    if torch.compiler.is_compiling() or not tensor.is_inference():
+        return tensor
+    return tensor.clone()
 
 
 def member_of(select: Selection) -> Member:

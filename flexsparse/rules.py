@@ -248,15 +248,21 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
                 "it, and call attention or make_plan with it once, outside"
             )
         return made
-    kept: list[Any] = []
-    known = held(mod, kept) if settled(mod) else None
-    last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
-    if known is not None and last is not None and last[0] == known:
-        again: Traced = vars(mod)[TRACE]
-        return again
-    name = f"{slot} {describe(mod)}"
-    check_arity(getattr(mod, "mod", mod), arguments, name)
-    traced = trace_lifted(mod, arguments, name)
+    try:
+        kept: list[Any] = []
+        known = held(mod, kept) if settled(mod) else None
+        last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
+        if known is not None and last is not None and last[0] == known:
+            again: Traced = vars(mod)[TRACE]
+            return again
+        name = f"{slot} {describe(mod)}"
+        check_arity(getattr(mod, "mod", mod), arguments, name)
+        traced = trace_lifted(mod, arguments, name)
+    except RecursionError:
+        raise RuleError(
+            f"this {slot} is composed of others deeper than Python can call: join them with one sign "
+            "in a row, as in a & b & c, or write one function"
+        ) from None
     object.__setattr__(mod, TRACE, traced)
     object.__setattr__(mod, TRACED_AT, (known, kept))
     keep(traced)
@@ -273,9 +279,11 @@ def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
         return trace(mod, arguments, name)
     plain = trace(mod, arguments, name)
     refusal: RuleError | None = None
+    # What may be seen is decided in single precision, but for what the rule itself keeps in double.
+    doubles = "score" not in arguments and plain.has_doubles
     for closures in (True, False):
         try:
-            lifted = trace(lift(mod, closures=closures), arguments, name)
+            lifted = trace(lift(mod, closures=closures, doubles=doubles), arguments, name)
         except RuleError as error:
             refusal = error
             continue

@@ -52,6 +52,12 @@ class Traced:
         vars(self).update(state, call=_compile_source(state["code"]))
         keep(self)
 
+    @property
+    def has_doubles(self) -> bool:
+        """Whether it computes in double precision somewhere."""
+        read = any(t.dtype == torch.float64 and not is_number(t) for t in self.tensors)
+        return read or "torch.float64" in self.code
+
     def bare(self) -> Traced:
         """The code alone."""
         return replace(self, tensors=())

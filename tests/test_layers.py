@@ -15,7 +15,7 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes trees grid canvas device shown",
+    "errors shapes trees versions grid canvas device shown",
     "recording parameters tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",

@@ -2,7 +2,16 @@
 
 from flexsparse.device.ceiling import Ceilings, ceilings
 from flexsparse.device.compiling import CompileCounter, compiles
+from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype
 from flexsparse.device.stages import Stages
 
-__all__ = ["Ceilings", "CompileCounter", "Stages", "autocast_dtype", "ceilings", "compiles"]
+__all__ = [
+    "Ceilings",
+    "CompileCounter",
+    "Stages",
+    "autocast_dtype",
+    "ceilings",
+    "compiles",
+    "lasting",
+]

@@ -7,6 +7,7 @@ further and settled by their pairs: a missing line costs time, never a wrong til
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,10 @@ def operate(
     name = str(func.overloadpacket).removeprefix("aten.")
     operation = Operation(name, like, args, kwargs, device, may_fail)
     handler = _HANDLERS.get(name)
-    return operation.nothing() if handler is None else handler(operation)
+    if handler is None:
+        return operation.nothing()
+    # Types promote by rank too: a result has the rank that torch gives it.
+    return replace(handler(operation), like=like)
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexsparse.address import Identity
 from flexsparse.coverage import Span
+from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals.codes import rule_codes
 from flexsparse.kernels.rows import EMPTY
@@ -36,15 +37,17 @@ def reach(
         known = _found.get(key)
         if known is not None:
             _found.move_to_end(key)
-            return known[1]
+            # A copy: what callers do to it is theirs.
+            return known[1].clone()
     reached = _judged(rule, grid, heads, span, device)
     with _lock:
         _found[key] = keep, reached
         if len(_found) > _KEPT:
             _found.popitem(last=False)
-    return reached
+    return reached.clone()
 
 
+@lasting
 def _judged(
     rule: MaskMod | None, grid: Grid, heads: tuple[int, int], span: Span, device: torch.device
 ) -> Tensor:

@@ -1,0 +1,56 @@
+"""Whether tensors still hold what they did: what was made from them is stale once they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Tensors, and how often each had changed when something was made from them.
+
+    Tensors of inference mode keep no count and are left out; so are all inside torch.compile. A copy
+    speaks of the copied tensors, which count anew.
+    """
+
+    tensors: tuple[Tensor, ...]
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(read: Iterable[object]) -> Versions:
+        if torch.compiler.is_compiling():
+            return Versions((), ())
+        counted = tuple(t for t in read if isinstance(t, Tensor) and not t.is_inference())
+        return Versions(counted, tuple(t._version for t in counted))
+
+    def and_of(self, tensor: Tensor) -> Versions:
+        more = Versions.of([tensor])
+        return Versions(self.tensors + more.tensors, self.counts + more.counts)
+
+    @property
+    def current(self) -> bool:
+        """Whether none has changed since."""
+        pairs = zip(self.tensors, self.counts, strict=True)
+        return torch.compiler.is_compiling() or all(t._version == count for t, count in pairs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensors": self.tensors, "current": self.current}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        counts = tuple(t._version if state["current"] else -1 for t in state["tensors"])
+        vars(self).update(tensors=state["tensors"], counts=counts)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Versions)
+            and self.counts == other.counts
+            and [id(t) for t in self.tensors] == [id(t) for t in other.tensors]
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.counts, *map(id, self.tensors)))
