@@ -182,12 +182,12 @@ class Plan(Shown):
             raise ArgumentError(
                 f"layout must be a Layout, got {type(layout).__name__}: make one with plan.layout"
             )
+        layout.refuse_outdated()
         if not self.fits(layout):
             raise LayoutError(
                 f"{layout!r} does not belong to this plan ({self.grid}, tiles of {self.tile[0]}x"
                 f"{self.tile[1]}, {self.address}): make it with plan.layout"
             )
-        layout.refuse_outdated()
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in (q, k, v, *score_tables))
