@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -159,7 +160,7 @@ def _file(where: str, beside: Path | None) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script that ends itself is no reason to end here
         del sys.modules[name]
-        raise ConfigError(f"cannot run {where}: {_fault(error)}") from error
+        raise ConfigError(f"cannot run {where}: {_fault(error)}{_line(error, path)}") from error
     return module
 
 
@@ -191,7 +192,14 @@ def _said(found: object) -> str:
         return f"it is a {kind}"
     if isinstance(found, type):
         return f"it is the class {found.__name__}"
-    return f"it is a {type(found).__name__}"
+    return f"it is of type {type(found).__name__}"
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Where a file failed, by its own last line; a syntax error says it itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(path)]
+    return f" at {path.name}:{own[-1].lineno} `{own[-1].line}`" if own else ""
 
 
 def _fault(error: BaseException) -> str:

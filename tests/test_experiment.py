@@ -44,6 +44,8 @@ def test_files(tmp_path: Path) -> None:
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
     save_file({"q": q, "k": k, "v": k.clone()}, tmp_path / "good.safetensors")
     save_file({"q": q, "key": k}, tmp_path / "short.safetensors")
+    save_file({"q": q, "k": k, "v": k.int()}, tmp_path / "whole.safetensors")
+    save_file({"q": q / 0, "k": k, "v": k.clone()}, tmp_path / "infinite.safetensors")
     (tmp_path / "text.safetensors").write_text("no")
 
     def read(name: str) -> tuple[torch.Tensor, ...]:
@@ -52,6 +54,8 @@ def test_files(tmp_path: Path) -> None:
     assert torch.equal(read("good.safetensors")[0], q.double())
     for name, words in {
         "short.safetensors": "k, v is missing from key, q",
+        "whole.safetensors": "v of .* must be floating point numbers, got int32",
+        "infinite.safetensors": "q holds 80 values of 80 that are not finite in float64",
         "text.safetensors": "is not a safetensors file",
         "absent.safetensors": "there is no file",
     }.items():
@@ -367,6 +371,7 @@ def record(name: str, promised: float, got: float, backend: str = "flex") -> dic
     [
         ([record("a", 4, 3.9), record("b", 2, 1.9)], "Yes, it skipped what was promised: 'a' came"),
         ([record("a", 4, 2), record("b", 2, 0.5)], "In part: 'a' came closest, keeping 50%"),
+        ([record("a", 1.1, 0.9), record("b", 4, 2)], "In part: 'b' came closest of those that beat"),
         ([record("a", 4, 0.5)], "No: 'a' came closest"),
         ([record("dense", 1, 0.9)], "There is no answer"),
     ],

@@ -91,6 +91,7 @@ def test_import_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("softcap", "rule", ["softcap is a score, not a rule"]),
         ("causal", "selector", ["causal is a rule, not a selector"]),
         ("flexsparse.masks:Softcap", "rule", ["not a rule", "it is a score"]),
+        ("math:pi", "rule", ["not a rule: it is of type float"]),
         ("collections:OrderedDict", "rule", ["not a rule", "class OrderedDict"]),
         ("flexsparse.masks.Causal", "rule", ["has a colon", "flexsparse.masks:Causal"]),
         ("flexsparse.masks:Causl", "rule", ["has no Causl", "did you mean 'Causal'"]),
@@ -98,7 +99,7 @@ def test_import_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("./absent.py:X", "rule", ["there is no file ./absent.py"]),
         ("./mine.py", "rule", ["./mine.py:NAME", "Banded", "diagonal"]),
         ("./mine.py:Bandd", "rule", ["has no Bandd", "did you mean 'Banded'"]),
-        ("./broken.py:X", "rule", ["cannot run ./broken.py", "ZeroDivisionError"]),
+        ("./broken.py:X", "rule", ["cannot run ./broken.py", "ZeroDivisionError", "at broken.py:2 `1 / 0`"]),
         ("./needy.py:X", "rule", ["cannot run ./needy.py", "not_installed_here"]),
         ("needy:X", "rule", ["cannot import needy", "it needs not_installed_here"]),
     ],
@@ -107,7 +108,7 @@ def test_errors_say_what_was_written_and_what_exists(
     mine: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: object, words: list[str]
 ) -> None:
     monkeypatch.syspath_prepend(mine)
-    (mine / "broken.py").write_text("1 / 0\n")
+    (mine / "broken.py").write_text("import math\n1 / 0\n")
     (mine / "needy.py").write_text("import not_installed_here\n")
     with pytest.raises(ConfigError) as caught:
         resolve(name, kind)

@@ -80,8 +80,14 @@ def build_part(spec: object, kind: Kind | None, at: At, source: Source) -> Any:
     if isinstance(spec, dict) and len(spec) == 1:
         name, arguments = next(iter(spec.items()))
         at = (*at, name)
+    what = kind or "rule, score or selector"
+    if isinstance(spec, dict) and len(spec) > 1:
+        first, *_, last = spec
+        form = f"{{{first}: {{argument: value}}}}"
+        said = f"stands beside {first}, but a {what} has one name, and its arguments below: {form}"
+        source.note((*at, last), said + (_JOINED if kind == "rule" else ""))
+        return None
     if not isinstance(name, str):
-        what = kind or "rule, score or selector"
         said = f"must be the name of a {what}, or {{name: {{argument: value}}}}, got {shown(spec)}"
         source.note(at, said + (_JOINED if kind == "rule" else ""))
         return None

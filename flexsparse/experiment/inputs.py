@@ -35,6 +35,13 @@ def load_inputs(
         q, k, v = _stored(SAMPLES / f"{given.sample}_layer.safetensors")
     q, k, v = (x.to(device, dtype).contiguous() for x in (q, k, v))
     check_qkv(q, k, v)
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if bad := int((~x.isfinite()).sum()):
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} holds {bad:,} values of {x.numel():,} that are not finite in {kind}, so "
+                "no result could be held against the reference"
+            )
     return q, k, v
 
 
@@ -64,4 +71,9 @@ def _stored(path: Path) -> QKV:
             f"{path} must hold q, k and v; {', '.join(missing)} is missing from "
             f"{', '.join(sorted(found)) or 'nothing'}"
         )
-    return found["q"], found["k"], found["v"]
+    q, k, v = found["q"], found["k"], found["v"]
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not x.is_floating_point():
+            kind = str(x.dtype).removeprefix("torch.")
+            raise ConfigError(f"{name} of {path} must be floating point numbers, got {kind}")
+    return q, k, v

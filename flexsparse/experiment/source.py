@@ -125,7 +125,7 @@ class Source:
                     return ".".join(parts[:n]), parts[n:]
             return parts[0], parts[1:]
         if isinstance(holder, list):
-            names = [str(item.get("name")) if isinstance(item, dict) else "" for item in holder]
+            names = [str(item.get("name", "")) if isinstance(item, dict) else "" for item in holder]
             for n in range(len(parts), 0, -1):
                 if (name := ".".join(parts[:n])) in names:
                     return names.index(name), parts[n:]
@@ -256,7 +256,10 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     if "\\t" in problem:
         return "a tab cannot stand here: indent with spaces"
     if problem == "mapping values are not allowed here":
-        return "a second 'key:' in one value: put it on a line of its own, or quote the value"
+        return (
+            "a second 'key:' in one value: put it on a line of its own, indented as its "
+            "neighbours are, or quote the value"
+        )
     return f"not YAML: {problem}"
 
 

@@ -195,7 +195,9 @@ def lines(
         several = len(baselines(rows)) > 1
         for dense in baselines(rows):
             name = f"baseline: {dense['rule']}"
-            name += f", q_offset {dense['q_offset']}" if several else ""
+            offset = dense["q_offset"]
+            where = "no q_offset" if offset is None else f"q_offset {offset}"
+            name += f", {where}" if several else ""
             found.append((name, "baseline", [column.base(dense) for column in columns]))
     for row in rows:
         star = "\u00a0*" if row.get("notes") else ""

@@ -138,6 +138,7 @@ def _quantities(row: dict[str, Any]) -> list[Any]:
 
 
 KEEPS = (
+    Column("mass kept", _at("mass_kept"), False),
     Column("output error", _at("output_error"), False),
     Column("of budget", used, False),
     Column("inflation", _at("budget", "inflation"), False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import typer
 
@@ -50,12 +50,14 @@ def _takes(found: type) -> str:
 
 
 def _in_words(hint: Any) -> str:
-    inner = getattr(hint, "__args__", ())
+    inner: tuple[Any, ...] = getattr(hint, "__args__", ())
+    if get_origin(hint) is tuple:
+        return f"list of {_in_words(inner[0])}s"
     if inner:
         return " or ".join(
             dict.fromkeys(one if isinstance(one, str) else _in_words(one) for one in inner)
         )
-    words = {"Tensor": "list", "NoneType": "null", "str": "text"}
+    words = {"Tensor": "list", "NoneType": "null", "str": "text", "MaskRule": "rule"}
     name = getattr(hint, "__name__", str(hint))
     return words.get(name, name)
 
