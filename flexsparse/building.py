@@ -27,7 +27,6 @@ from flexsparse.arguments import (
 from flexsparse.coverage import cover, every_tile
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
-from flexsparse.intervals import naming
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import compress
@@ -49,6 +48,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.tracing import naming
 
 
 def build_layout(
@@ -239,7 +239,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         tiles = every_tile(*lists, span, device)
     else:
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-    with naming(program):
+    with naming(program.rule):
         covered = cover(program.mod(tables), tiles, span)
     maps = torch.stack(tile_maps_of(tiles, covered, lists, span))
     has_empty_row = None

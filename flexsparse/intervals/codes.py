@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.errors import RuleError
 from flexsparse.grid import Grid
 from flexsparse.intervals.refine import Runs, rule_tiles
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
 from flexsparse.occupancy import on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+from flexsparse.tracing import naming
 
 
 def rule_codes(
@@ -29,7 +26,7 @@ def rule_codes(
     heads = program.address.kernel_heads[0] if program.uses_head else 1
     lists = (batch, heads)
     read = program.tables(tables)
-    with naming(program):
+    with naming(program.rule):
         if not on_device_only(device):
             tiles = rule_tiles(program, read, grid, span, lists, device)
             return _painted(tiles.partial, tiles.full, lists, span)
@@ -50,17 +47,3 @@ def _painted(partial: Runs, full: Runs, lists: tuple[int, int], span: Span) -> T
         edges.index_put_((runs.row, runs.stop), -step, accumulate=True)
     codes = edges.cumsum(1, dtype=torch.int8)[:, :columns]
     return codes.contiguous().view(*lists, rows, columns)
-
-
-@contextmanager
-def naming(program: MaskProgram) -> Iterator[None]:
-    """Gives what a rule does wrong at some position the rule's name."""
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        divides = "ZeroDivision" in str(error)
-        if not divides and not isinstance(error, IndexError):
-            raise
-        name = program.rule.name if program.rule else "the mask"
-        what = "divides by zero" if divides else "reads a table past its end"
-        raise RuleError(f"{name} {what}: {error}") from error

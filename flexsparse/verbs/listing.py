@@ -51,6 +51,8 @@ def _takes(found: type) -> str:
 
 def _in_words(hint: Any) -> str:
     inner = getattr(hint, "__args__", ())
+    if inner and inner[-1] is ...:
+        return f"list of {_in_words(inner[0])}"
     if inner:
         return " or ".join(
             dict.fromkeys(one if isinstance(one, str) else _in_words(one) for one in inner)

@@ -53,7 +53,7 @@ def show(
 ) -> int:
     """Show which pairs a rule or selector sees, and which tiles compute them.
 
-    NAME is a gallery name, my_lab.rules:Name, ./file.py:Name, a rule as configurations write it,
+    RULE is a gallery name, my_lab.rules:Name, ./file.py:Name, a rule as configurations write it,
     '{and: [causal, {sliding_window: {size: 128}}]}', or a configuration, whose rows are shown on
     its own inputs. Selectors are shown on random queries and keys under a causal rule.
     """
