@@ -12,9 +12,10 @@ from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
 from flexsparse.device import lasting
 from flexsparse.grid import Grid
-from flexsparse.intervals import lists_of, naming, rule_codes, rule_tiles
+from flexsparse.intervals import lists_of, rule_codes, rule_tiles
 from flexsparse.occupancy import list_axes, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+from flexsparse.tracing import naming
 from flexsparse.versions import Versions
 
 
@@ -72,7 +73,7 @@ def look_ahead(terms: Terms) -> Ahead:
     codes = lists = None
     if program.member is None and not on_device_only(device):
         axes = list_axes(program, grid, None)
-        with naming(program):
+        with naming(program.rule):
             tiles = rule_tiles(program, program.tables(tables), grid, span, axes, device)
         # Which keys nobody sees is read by column.
         lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)

@@ -77,6 +77,13 @@ def attention(
     by default such that the last query stands at the last key. The plan of the last call with the same rule object, unchanged, is used again; to decide
     once and run often, hold a plan of `make_plan`.
 
+    ``score``: a ScoreRule or score_mod that changes scores. ``scale``: their factor, by default
+    D ** -0.5. ``q_offset``: the position of the first query, an int or ``[B]``, by default
+    S - Q. ``sink``: learned logits ``[Hq]`` in the denominator. ``fallback``: what a query that
+    sees nothing gets, ``"self"`` or ``("local", n)``, within the rule; ``empty="error"`` refuses
+    one that still sees nothing. ``sanitize``: keys that nobody sees may hold NaN. ``backend``,
+    ``pack`` (how heads are laid) and ``tile`` override what would be chosen.
+
     >>> import torch
     >>> from flexsparse.masks import Causal
     >>> q = k = torch.zeros(1, 1, 3, 16)

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexsparse.errors import RuleError
 from flexsparse.grid import Grid
 from flexsparse.parameters import describe, name_of
-from flexsparse.tracing import Traced
+from flexsparse.tracing import Traced, naming
 
 # Query and key positions tried together where an index depends on both.
 _PAIRS = 1024
@@ -38,9 +38,11 @@ class _Table:
             # from the end, as everywhere in torch. A position before the table is a mistake.
             lowest = -length if index.ndim == 4 and min(index.shape[2:]) > 1 else 0
             if low < lowest or high >= length:
+                of_heads = index.ndim == 4 and index.shape[1] == index.numel() > 1
+                entries = f"each of {index.numel()} query heads" if of_heads else "every position"
                 raise RuleError(
                     f"{self.reader} reads {self.name} at index {high if high >= length else low} of "
-                    f"axis {axis}, which has {length}: give the table an entry for every position, "
+                    f"axis {axis}, which has {length}: give the table an entry for {entries}, "
                     "or clamp the index"
                 )
         return self.tensor[tuple(i.to(torch.int64) for i in indices)]
@@ -74,7 +76,8 @@ def check_tables(mod: object, traced: Traced, grid: Grid, heads: int) -> None:
         score = (
             [torch.zeros((), device=device)] if "score" in traced.code.partition("\n")[0] else []
         )
-        traced.call(*score, b, heads_here, at_q, at_kv, *tables)
+        with naming(traced):
+            traced.call(*score, b, heads_here, at_q, at_kv, *tables)
 
 
 def _spread(length: int, device: torch.device) -> Tensor:

@@ -28,7 +28,6 @@ from flexsparse.coverage import cover, every_tile
 from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
-from flexsparse.intervals import naming
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import compress
@@ -50,6 +49,7 @@ from flexsparse.occupancy import (
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
+from flexsparse.tracing import naming
 from flexsparse.versions import Versions
 
 
@@ -245,7 +245,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         start = torch.zeros((*lists, grid.q_len), dtype=torch.bool, device=device)
         base = program.before_fallback(program.tables(ahead.tables, words, start))
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-        with naming(program):
+        with naming(program.rule):
             queries = cover(base, tiles, span).queries
         nothing_seen = ~seeing_rows(tiles, queries, lists, span)
         occupied = occupied | near(nothing_seen, address, grid, program.reach, span)
@@ -254,7 +254,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         tiles = every_tile(*lists, span, device)
     else:
         tiles = tiles_of(occupied.expand(*lists, *span.tiles))
-    with naming(program):
+    with naming(program.rule):
         covered = cover(program.mod(tables), tiles, span)
     maps = torch.stack(tile_maps_of(tiles, covered, lists, span))
     has_empty_row = None

@@ -26,6 +26,7 @@ PROBE = {
     "score": (2, 3, 5, 7),
 }
 _POINTWISE_UNTAGGED = frozenset({"aten.floor_divide", "aten.fmod", "aten.where"})
+_DIVIDES = frozenset({"aten.remainder", "aten.floor_divide", "aten.fmod", "aten.div"})
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 
@@ -54,7 +55,11 @@ _RANDOM = _Fix("draws random numbers", "draw a tensor once, capture it, and inde
 _VALUE = _Fix(
     "asks for the value of a tensor",
     "indices have no value until the kernel runs: use &, |, ~, torch.where, torch.maximum, or "
-    "index a captured tensor",
+    "index a captured tensor, torch.tensor(values) for a list",
+)
+_ARRAY = _Fix(
+    "hands an index to numpy",
+    "a kernel reads tensors: capture torch.from_numpy(table) instead of table, and index it",
 )
 _SLICED = _Fix(
     "slices a captured tensor, or leaves an axis of it unindexed",
@@ -71,7 +76,8 @@ _COMPUTED = _Fix("indexes a tensor that it computes", "compute the table first, 
 _BRANCH = _Fix(
     "branches in Python on a tensor",
     "indices have no value until the kernel runs: write & for and, | for or, ~ for not, "
-    "(a <= x) & (x < b) for a <= x < b, torch.where for if, torch.maximum for max",
+    "(a <= x) & (x < b) for a <= x < b, (x == a) | (x == b) for x in (a, b), torch.where for if, "
+    "torch.maximum for max",
 )
 _READS_VALUE = {
     Tensor.__bool__: _BRANCH,
@@ -82,6 +88,7 @@ _READS_VALUE = {
     Tensor.item: _VALUE,
     Tensor.tolist: _VALUE,
     Tensor.numpy: _VALUE,
+    Tensor.__array__: _ARRAY,
 }
 
 
@@ -120,6 +127,7 @@ class Recorder(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.lines: list[tuple[str, str, frozenset[str]]] = []
         self.captured: list[Tensor] = []
+        self.divisions: list[str] = []
         self._stand_ins: list[Tensor] = []
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # ids stay unique while their tensors live
@@ -179,6 +187,8 @@ class Recorder(TorchDispatchMode):
             shapes = [x.shape for x in _leaves(stood) if isinstance(x, Tensor)]
             if result.shape != torch.broadcast_shapes(*shapes):
                 self.refuse(_REDUCED)
+        if packet in _DIVIDES and not result.is_floating_point():
+            self.divisions.append(self._user_line())
         variable = f"v{len(self.lines)}"
         call = f"torch.ops.{func}({', '.join(inputs + keywords)})"
         if packet == "aten.index":
@@ -392,7 +402,10 @@ def defined_at(mod: Any) -> str:
 def where_in_traceback(error: BaseException) -> str | None:
     spot, step = None, error.__traceback__
     while step is not None:
-        if _is_users(step.tb_frame.f_code.co_filename):
+        code = step.tb_frame.f_code
+        # A frozen dataclass refuses in code that it has written itself.
+        written = code.co_filename == "<string>" and code.co_name.startswith("__")
+        if _is_users(code.co_filename) and not written:
             spot = _spot(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
     return spot

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -43,6 +44,8 @@ class Traced:
     """How many table entries are read anew for each (query, key) pair."""
     repeated: tuple[bool, ...]
     """For each tensor, whether it is the same one as an earlier."""
+    divisions: tuple[str, ...]
+    """The user's lines that divide by an integer, which may be 0 at some position."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "call"}
@@ -124,7 +127,26 @@ def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Tra
             any(t is earlier for earlier in recorder.captured[:i])
             for i, t in enumerate(recorder.captured)
         ),
+        divisions=tuple(dict.fromkeys(recorder.divisions)),
     )
+
+
+@contextmanager
+def naming(traced: Traced | None) -> Iterator[None]:
+    """Gives what a rule does wrong at some position the rule's name, and its line."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        name = traced.name if traced else "the mask"
+        if "ZeroDivision" in str(error):
+            spots = " or ".join(traced.divisions) if traced else ""
+            raise RuleError(
+                f"{name} divides by zero at {spots or 'its body'}: keep the divisor from 0 at every "
+                "position and head, such as kv_idx % n.clamp(min=1)"
+            ) from error
+        if not isinstance(error, IndexError):
+            raise
+        raise RuleError(f"{name} reads a table past its end: {error}") from error
 
 
 def alike(a: Traced, b: Traced) -> bool:

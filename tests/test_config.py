@@ -166,7 +166,10 @@ def test_overrides_reach_any_value(tmp_path: Path) -> None:
         ("dtype=fp8", "dtype: must be float16"),
         ("dtyp=float16", "dtyp: unknown key (did you mean 'dtype'?)"),
         ("rows.9.tile=16", "rows has the entries 0 to 2 (dense, window, quest), not '9'"),
-        ("rows.1.rule.strided.stride=4", "rows.1.rule.strided: stands beside sliding_window, but a"),
+        (
+            "rows.1.rule.strided.stride=4",
+            "rows.1.rule.strided: stands beside sliding_window, but a",
+        ),
         ("rows.2.select.keep=4", "arguments below: {quest: {argument: value}}"),
         ("rows.0.rule.size=3", "rows.0.rule is 'causal', which has no 'size' to set"),
         ("tile", "an override is key=value"),

@@ -371,7 +371,10 @@ def record(name: str, promised: float, got: float, backend: str = "flex") -> dic
     [
         ([record("a", 4, 3.9), record("b", 2, 1.9)], "Yes, it skipped what was promised: 'a' came"),
         ([record("a", 4, 2), record("b", 2, 0.5)], "In part: 'a' came closest, keeping 50%"),
-        ([record("a", 1.1, 0.9), record("b", 4, 2)], "In part: 'b' came closest of those that beat"),
+        (
+            [record("a", 1.1, 0.9), record("b", 4, 2)],
+            "In part: 'b' came closest of those that beat",
+        ),
         ([record("a", 4, 0.5)], "No: 'a' came closest"),
         ([record("dense", 1, 0.9)], "There is no answer"),
     ],

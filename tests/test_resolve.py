@@ -99,7 +99,11 @@ def test_import_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("./absent.py:X", "rule", ["there is no file ./absent.py"]),
         ("./mine.py", "rule", ["./mine.py:NAME", "Banded", "diagonal"]),
         ("./mine.py:Bandd", "rule", ["has no Bandd", "did you mean 'Banded'"]),
-        ("./broken.py:X", "rule", ["cannot run ./broken.py", "ZeroDivisionError", "at broken.py:2 `1 / 0`"]),
+        (
+            "./broken.py:X",
+            "rule",
+            ["cannot run ./broken.py", "ZeroDivisionError", "at broken.py:2 `1 / 0`"],
+        ),
         ("./needy.py:X", "rule", ["cannot run ./needy.py", "not_installed_here"]),
         ("needy:X", "rule", ["cannot import needy", "it needs not_installed_here"]),
     ],

@@ -348,6 +348,22 @@ def divides_by_zero(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tens
     return q_idx >= kv_idx * (1 / 0)
 
 
+array = document.numpy()
+values = document.tolist()
+
+
+def reads_an_array(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return array[q_idx] == array[kv_idx]
+
+
+def reads_a_list(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx - kv_idx < values[h]
+
+
+def one_of_a_list(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx - kv_idx in [1, 2, 4]) | (q_idx == kv_idx)
+
+
 def float_lookup(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return document[q_idx / 2] == 0
 
@@ -365,6 +381,9 @@ RULES = [
     (compares_whole, ("captured tensor of shape [16] whole", "index it", "table[q_idx]")),
     (misspelled, ("failed at", "NameError", "kv_index")),
     (divides_by_zero, ("failed at", "ZeroDivisionError")),
+    (reads_an_array, ("hands an index to numpy", "torch.from_numpy(table)")),
+    (reads_a_list, ("asks for the value", "torch.tensor(values)")),
+    (one_of_a_list, ("branches in Python", "(x == a) | (x == b) for x in (a, b)")),
     (float_lookup, ("failed at", "indices must be long, int")),
 ]
 
@@ -377,6 +396,34 @@ def test_a_rule_that_no_kernel_can_run(rule: Any, words: tuple[str, ...], backen
     refused(lambda: attend(rule=rule, backend=backend), RuleError, *where, *words)
     assert torch.equal(counter, before[0])
     assert torch.equal(document, before[1])
+
+
+def by_head(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx - kv_idx) % h == 0
+
+
+@pytest.mark.parametrize("door", [lambda: fs.picture(by_head, 4), lambda: attend(rule=by_head)])
+def test_a_division_by_zero_at_some_position_is_quoted(door: Callable[[], Any]) -> None:
+    line = "`return (q_idx - kv_idx) % h == 0`"
+    refused(door, RuleError, "rule by_head", "divides by zero at", line, "clamp(min=1)")
+
+
+def test_a_table_of_too_few_heads_is_told_how_many_there_are() -> None:
+    table = torch.ones(1, dtype=torch.bool)
+    rule = fs.MaskRule.of(lambda b, h, q_idx, kv_idx: table[h])
+    refused(lambda: attend(rule=rule), RuleError, f"for each of {q.shape[1]} query heads")
+
+
+def test_what_a_frozen_rule_assigns_is_quoted_at_its_own_line() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Counting(fs.MaskRule):
+        n: int
+
+        def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            self.n = 3  # type: ignore[misc]
+            return q_idx >= kv_idx
+
+    refused(lambda: Counting(2), RuleError, "test_wrong_uses.py:", "`self.n = 3")
 
 
 @pytest.mark.parametrize("rule", [branches, in_place], ids=lambda r: r.__name__)

@@ -56,7 +56,7 @@ def _wanted(error: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return str(more["expected"]).replace("'", "")
     if kind == "is_instance_of":
-        return f"a {more['class']}"
+        return "a list of numbers" if more["class"] == "Tensor" else f"a {more['class']}"
     return "what its type says"
 
 

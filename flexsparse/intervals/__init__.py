@@ -1,6 +1,6 @@
 """A rule's tiles (full, partial, empty) by running its code on intervals, coarse to fine."""
 
-from flexsparse.intervals.codes import naming, rule_codes
+from flexsparse.intervals.codes import rule_codes
 from flexsparse.intervals.reachable import reach
 from flexsparse.intervals.refine import RuleTiles, Runs, rule_tiles
 from flexsparse.intervals.verdicts import Judge, Verdicts
@@ -12,7 +12,6 @@ __all__ = [
     "Runs",
     "Verdicts",
     "lists_of",
-    "naming",
     "reach",
     "rule_codes",
     "rule_tiles",

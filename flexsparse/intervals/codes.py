@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.errors import RuleError
 from flexsparse.grid import Grid
 from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import rule_tiles
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
 from flexsparse.occupancy import on_device_only
 from flexsparse.program import FixedTables, MaskProgram
+from flexsparse.tracing import naming
 
 
 def rule_codes(
@@ -30,24 +27,10 @@ def rule_codes(
     heads = program.address.kernel_heads[0] if program.uses_head else 1
     lists = (batch, heads)
     read = program.tables(tables)
-    with naming(program):
+    with naming(program.rule):
         if not on_device_only(device):
             tiles = rule_tiles(program, read, grid, span, lists, device)
             return painted(tiles)
         covered = cover(program.mod(read), every_tile(*lists, span, device), span)
     some = torch.where(covered.visible > 0, PARTIAL, EMPTY)
     return torch.where(covered.full, FULL, some).to(torch.int8).view(*lists, *span.tiles)
-
-
-@contextmanager
-def naming(program: MaskProgram) -> Iterator[None]:
-    """Gives what a rule does wrong at some position the rule's name."""
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        divides = "ZeroDivision" in str(error)
-        if not divides and not isinstance(error, IndexError):
-            raise
-        name = program.rule.name if program.rule else "the mask"
-        what = "divides by zero" if divides else "reads a table past its end"
-        raise RuleError(f"{name} {what}: {error}") from error

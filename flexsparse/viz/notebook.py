@@ -74,7 +74,7 @@ def _layout(layout: Layout) -> str:
         ("tiles", f"{r} x {c} of {q}x{kv}"),
         ("lists", f"{b} sequences, {h} heads, {_device(layout.kv_indices)}"),
         ("address", layout.address),
-        ("rule", layout.program.rule.name if layout.program.rule else "none"),
+        ("rule", layout.program.rule.name.removeprefix("rule ") if layout.program.rule else "none"),
         ("selection", said(layout.select) if layout.select is not None else "none"),
         ("picture", "sequence 0, head 0"),
     ]

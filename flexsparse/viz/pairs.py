@@ -6,8 +6,9 @@ import torch
 
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
-from flexsparse.rules import MaskMod, as_rule
+from flexsparse.rules import MaskMod, as_rule, trace_rule
 from flexsparse.selection import Selection
+from flexsparse.tracing import naming
 
 
 def picture(
@@ -35,7 +36,8 @@ def picture(
         raise ArgumentError("picture needs a rule with a length, picture(rule, 16), or a Selection")
     grid = Grid(q_len, kv_len or q_len, q_offset=q_offset)
     at = torch.tensor
-    pairs = rule(at(b), at(h), grid.positions()[0][:, None], torch.arange(grid.kv_len)[None])
+    with naming(trace_rule(rule)):
+        pairs = rule(at(b), at(h), grid.positions()[0][:, None], torch.arange(grid.kv_len)[None])
     return _drawn(pairs.expand(grid.q_len, grid.kv_len))
 
 
