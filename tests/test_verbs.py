@@ -160,7 +160,7 @@ def left(folder: Path, rows: list[dict[str, object]], config: str, box: dict[str
 def test_compare_two_runs(shell: Shell) -> None:  # noqa: F811
     quantities = {"out": {"error": 1.0, "budget": 4.0}, "lse": {"error": 3.0, "budget": 4.0}}
     a = record(
-        "both", output_error=0.5, check={"quantities": quantities}, delivered=0.25,
+        "both", mass_kept=0.5, output_error=0.5, check={"quantities": quantities}, delivered=0.25,
         budget={"inflation": 2.0, "logical_pairs": 100}, time_ms={"kernel": 2.0, "total": 4.0},
         dense={"ms": 1.0},
     )  # fmt: skip
@@ -178,7 +178,7 @@ def test_compare_two_runs(shell: Shell) -> None:  # noqa: F811
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "seed: 0 → 1" in lines and "rows.both.tile: 64 → 32" in lines
     assert "torch: 1 → 2" in lines and not any("cpu" in line for line in lines)
-    assert "both 0.5 → 0.25 0.75 2 0.5x" in lines
+    assert "both 0.5 0.5 → 0.25 0.75 2 0.5x" in lines
     assert "both 0.5x 1x 1x 0.25" in lines
     assert lines[-2:] == ["Only in A: x", "Only in B: y"]
 
@@ -191,7 +191,7 @@ def test_compare_real_runs_and_failed_rows(shell: Shell) -> None:  # noqa: F811
     assert "rows.window.score.alibi.slopes: absent → [1.0]" in out and "Same environment" in out
     run = read_run("a")
     row = run.rows["window"]
-    assert cell(KEEPS[3], row, row) == "1x"
+    assert cell(KEEPS[-1], row, row) == "1x"
     worst = max(q["error"] / q["budget"] for q in row["check"]["quantities"].values())
     assert used(row) == worst
     assert cell(KEEPS[1], row, read_run("b").rows["window"]).endswith("→ –")  # noqa: RUF001

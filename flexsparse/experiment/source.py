@@ -108,8 +108,10 @@ class Source:
             at = (*at, key)
             if not parts:
                 break
-            inside = isinstance(holder, dict)
-            holder = holder.setdefault(key, {}) if inside else holder[key]
+            if isinstance(holder, dict) and key not in holder:
+                # What stands here now, too, stands here because of the override.
+                holder[key], self.places[at] = {}, place
+            holder = holder[key]
         holder[key] = value
         for old in [p for p in self.places if p[: len(at)] == at]:
             del self.places[old]
