@@ -165,7 +165,7 @@ def test_compare_two_runs(shell: Shell) -> None:  # noqa: F811
         dense={"ms": 1.0},
     )  # fmt: skip
     b = a | {
-        "output_error": 0.25, "budget": {"inflation": 2.0, "logical_pairs": 50},
+        "mass_kept": 0.25, "output_error": 0.25, "budget": {"inflation": 2.0, "logical_pairs": 50},
         "time_ms": {"kernel": 1.0, "total": 4.0},
     }  # fmt: skip
     config = "name: one\nseed: {}\nrows: [{{name: both, tile: {}}}, {{name: x}}]\n"
@@ -178,7 +178,7 @@ def test_compare_two_runs(shell: Shell) -> None:  # noqa: F811
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "seed: 0 → 1" in lines and "rows.both.tile: 64 → 32" in lines
     assert "torch: 1 → 2" in lines and not any("cpu" in line for line in lines)
-    assert "both 0.5 0.5 → 0.25 0.75 2 0.5x" in lines
+    assert "both 0.5 → 0.25 0.5 → 0.25 0.75 2 0.5x" in lines
     assert "both 0.5x 1x 1x 0.25" in lines
     assert lines[-2:] == ["Only in A: x", "Only in B: y"]
 
@@ -194,7 +194,7 @@ def test_compare_real_runs_and_failed_rows(shell: Shell) -> None:  # noqa: F811
     assert cell(KEEPS[-1], row, row) == "1x"
     worst = max(q["error"] / q["budget"] for q in row["check"]["quantities"].values())
     assert used(row) == worst
-    assert cell(KEEPS[1], row, read_run("b").rows["window"]).endswith("→ –")  # noqa: RUF001
+    assert cell(KEEPS[2], row, read_run("b").rows["window"]).endswith("→ –")  # noqa: RUF001
 
 
 def test_differences_are_by_path() -> None:
