@@ -138,6 +138,9 @@ def test_list(shell: Shell) -> None:
     assert "no gradients: FlexAttention has no backward on CPU" in out
     for form in ("{sliding_window: {size: int}}", "{alibi: {slopes: list}}", "keep: int = 16"):
         assert form in out
+    assert "canvas: list of int" in out and "Ellipsis" not in out
+    code, _, err = shell("check", "alibi", "slopes=1,2,3,4")
+    assert code == 2 and "slopes: must be a list of numbers, got '1,2,3,4'" in err
 
 
 def test_resume(shell: Shell) -> None:

@@ -107,6 +107,18 @@ class Tags(HTMLParser):
         assert tag in self.VOID or self.open.pop() == tag
 
 
+def test_an_option_is_no_file_name(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flexsparse.gallery", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0 and "usage: python -m flexsparse.gallery [FILE]" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "gallery.html"
     done = subprocess.run(

@@ -81,6 +81,9 @@ def test_what_is_said_is_so() -> None:
     told = words(page(budget))
     for number in (budget.logical_pairs, budget.physical_tiles, budget.kv_bytes):
         assert f"{number:,}" in told
+    assert f"rule {made.rule}" in words(page(made.first)) and "rule rule" not in words(
+        page(made.first)
+    )
     assert all(reason in words(page(made)) for reason in made.reasons)
     report = everything()["report"]
     told = words(page(report))
