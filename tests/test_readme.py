@@ -34,3 +34,14 @@ def test_the_ci_script_runs_the_test_command() -> None:
     command = re.search(r"# pass the tests\n(.*?)\n", README.read_text())
     assert command
     assert command[1] in (README.parent / ".ci" / "run").read_text()
+
+
+def test_the_example_is_the_form_and_runs(tmp_path: Path) -> None:
+    from flexsparse.experiment.form import FORM
+    from flexsparse.experiment.load import load
+    from flexsparse.experiment.run import run
+
+    example = README.parent / "examples" / "mine.yaml"
+    assert example.read_text().strip() == FORM.strip()
+    records = run(load(example), tmp_path / "out")
+    assert [record["status"] for record in records] == ["ok"] * 3
