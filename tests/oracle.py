@@ -45,6 +45,10 @@ def dense(
     return out, (total.log() + peak).squeeze(-1)
 
 
+def close(got: Tensor, want: Tensor, atol: float = 5e-6) -> None:
+    torch.testing.assert_close(got.double(), want.double(), atol=atol, rtol=1e-5)
+
+
 def pairs_of(size: int) -> Iterator[tuple[int, int]]:
     """Every pair of a small size; of a large one its border and two thousand drawn pairs."""
     if size < 200:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import close, dense
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,26 +39,6 @@ def tensors(
     draw = torch.Generator().manual_seed(q_len * 1000 + kv_len)
     q = torch.randn(batch, heads[0], q_len, dim, generator=draw)
     return [q] + [torch.randn(batch, heads[1], kv_len, dim, generator=draw) for _ in range(2)]
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, change: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Scores, score rule, mask, softmax in fp64; a query that sees nothing gives 0 and -inf."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if change is not None:
-        scores = change(scores)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    peak = scores.amax(-1, keepdim=True).detach()
-    weights = (scores - peak.masked_fill(peak == -torch.inf, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total) @ v, (total.log() + peak).squeeze(-1)
-
-
-def close(got: Tensor, want: Tensor, atol: float = 5e-6) -> None:
-    torch.testing.assert_close(got.double(), want.double(), atol=atol, rtol=1e-5)
 
 
 def index(q_len: int, kv_len: int, offset: int = 0) -> tuple[Tensor, Tensor]:

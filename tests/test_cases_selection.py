@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import close, dense
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -25,21 +26,6 @@ def tensors(
     draw = torch.Generator().manual_seed(q_len * 1000 + kv_len)
     q = torch.randn(batch, heads[0], q_len, dim, generator=draw)
     return [q] + [torch.randn(batch, heads[1], kv_len, dim, generator=draw) for _ in range(2)]
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores, mask, softmax in fp64; a query that sees nothing gives 0 and -inf."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
-    peak = scores.amax(-1, keepdim=True).detach()
-    weights = (scores - peak.masked_fill(peak == -torch.inf, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total) @ v, (total.log() + peak).squeeze(-1)
-
-
-def close(got: Tensor, want: Tensor, atol: float = 5e-6) -> None:
-    torch.testing.assert_close(got.double(), want.double(), atol=atol, rtol=1e-5)
 
 
 def matches(inputs: list[Tensor], seen: Tensor, **options: Any) -> None:

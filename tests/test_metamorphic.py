@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import dense
 from torch import Tensor
 
 import flexsparse as fs
@@ -71,22 +72,6 @@ def problem(
     if rows > 1:
         indices[:, 0, 0] = -1
     return Problem(q, k, v, indices, q_block, kv_block)
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, change: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Scores, score rule, mask, softmax in fp64; a query that sees nothing gives 0 and -inf."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if change is not None:
-        scores = change(scores)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    peak = scores.amax(-1, keepdim=True).detach()
-    weights = (scores - peak.masked_fill(peak == -torch.inf, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total) @ v, (total.log() + peak).squeeze(-1)
 
 
 def everything(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from flexsparse.experiment.build import build_rule
 from flexsparse.experiment.config import Positive, Strict
-from flexsparse.experiment.load import told
-from flexsparse.experiment.source import Source, dump, read
+from flexsparse.experiment.load import judged, refuse_repeated
+from flexsparse.experiment.source import Source, dump
 from flexsparse.masks.causal import Causal
 from flexsparse.measure.baselines import BASELINES, Name
 from flexsparse.rules import MaskRule
@@ -128,22 +128,12 @@ class Bench:
 
 def load(file: Path | str, overrides: Iterable[str] = ()) -> Bench:
     """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
-    source = read(file)
-    for argument in overrides:
-        source.override(argument)
-    config = None
-    try:
-        config = Config.model_validate(source.data)
-    except ValidationError as error:
-        for one in error.errors():
-            source.note(*told(one, Config))
+    source, config = judged(file, overrides, Config)
     data = source.data if isinstance(source.data, Mapping) else {}
     rows = data.get("rows")
     rules = [_rule(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
-    names = [row.name for row in config.rows] if config is not None else []
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            source.note(("rows", i, "name"), f"two rows are named {name!r}")
+    if config is not None:
+        refuse_repeated(rows, source)
     source.raise_noted()
     assert config is not None
     return Bench(config, tuple(rules), source)

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flexsparse.experiment.table import NOTHING, number
+
 OURS = "flexsparse"
-NOTHING = "–"  # noqa: RUF001
 # Kinds of time, and what each is called.
 _TIMES = {"eager_ms": "eager", "wall_ms": "wall", "graph_ms": "graph"}
 
@@ -65,8 +66,8 @@ def _beside(cost: dict[str, Any] | None, ours: dict[str, Any] | None, key: str) 
     if cost is None or cost[key] is None:
         return [NOTHING, NOTHING]
     if ours is None or ours is cost or not ours[key]:
-        return [_number(cost[key]), ""]
-    return [_number(cost[key]), f"{_number(cost[key] / ours[key])}x"]
+        return [number(cost[key]), ""]
+    return [number(cost[key]), f"{number(cost[key] / ours[key])}x"]
 
 
 def _bytes(records: list[dict[str, Any]]) -> Table:
@@ -105,17 +106,17 @@ def _delivered(records: list[dict[str, Any]]) -> Table:
                 continue
             found, errors = attention[mode], attention["check"]
             times, dense = found["time_ms"], found["dense"]
-            factors = (_number(found["factors"][n]) for n in ("selector", "worktable", "kernel"))
+            factors = (number(found["factors"][n]) for n in ("selector", "worktable", "kernel"))
             cells = [
                 record["name"] if mode == "forward" else "  and backward",
-                f"{_number(dense['ms'])} {dense['by']}",
-                _number(times["kernel"]),
-                _number(times["total"]),
-                f"{_number(found['promised'])}x",
-                f"{_number(found['got'])}x",
-                _number(found["delivered"]),
+                f"{number(dense['ms'])} {dense['by']}",
+                number(times["kernel"]),
+                number(times["total"]),
+                f"{number(found['promised'])}x",
+                f"{number(found['got'])}x",
+                number(found["delivered"]),
                 " x ".join(factors),
-                f"{_number(errors['error'])} ({_number(errors['plain_error'])})",
+                f"{number(errors['error'])} ({number(errors['plain_error'])})",
             ]
             table.add_row(*map(Text, cells))
     return table
@@ -123,11 +124,3 @@ def _delivered(records: list[dict[str, Any]]) -> Table:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".") if value else "0"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +28,9 @@ _MEANT = {
     (1, "rows"): ": give a list, such as [{name: window, rule: {sliding_window: {size: 64}}}]",
     (3, "name"): ": every row needs one of its own",
 }
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -72,22 +75,14 @@ class Experiment:
 
 def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
     """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
-    source = read(file)
-    for argument in overrides:
-        source.override(argument)
-    config = None
-    try:
-        config = Config.model_validate(source.data)
-    except ValidationError as error:
-        for one in error.errors():
-            source.note(*told(one, Config))
+    source, config = judged(file, overrides, Config)
     data = source.data if isinstance(source.data, Mapping) else {}
     baseline = None
     if (spec := data.get("baseline", "causal")) is not None:
         baseline = build_rule(spec, ("baseline",), source)
     rows = data.get("rows")
     objects = [_objects(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
-    _refuse_repeated(rows, source)
+    refuse_repeated(rows, source)
     source.raise_noted()
     assert config is not None
     cases = (Case(row, *found) for row, found in zip(config.rows, objects, strict=True))
@@ -107,7 +102,22 @@ def _objects(
     )
 
 
-def _refuse_repeated(rows: object, source: Source) -> None:
+def judged(
+    file: Path | str, overrides: Iterable[str], model: type[Model]
+) -> tuple[Source, Model | None]:
+    """A file with its overrides, and as ``model`` has it; what is wrong with it is noted."""
+    source = read(file)
+    for argument in overrides:
+        source.override(argument)
+    try:
+        return source, model.model_validate(source.data)
+    except ValidationError as error:
+        for one in error.errors():
+            source.note(*told(one, model))
+    return source, None
+
+
+def refuse_repeated(rows: object, source: Source) -> None:
     seen: set[str] = set()
     for i, row in enumerate(rows if isinstance(rows, list) else []):
         name = row.get("name") if isinstance(row, dict) else None

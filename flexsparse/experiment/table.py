@@ -33,7 +33,7 @@ def _share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1%}"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     if value is None:
         return NOTHING
     if abs(value) >= 1000:
@@ -46,7 +46,7 @@ def _times(value: float | None) -> str:
 
 
 def _ms(stage: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: _number(row["time_ms"][stage])
+    return lambda row: number(row["time_ms"][stage])
 
 
 def _of_out(what: str) -> Callable[[dict[str, Any]], str]:
@@ -54,7 +54,7 @@ def _of_out(what: str) -> Callable[[dict[str, Any]], str]:
         if "check" not in row:
             return NOTHING
         value = row["check"]["quantities"]["out"][what]
-        return "not finite" if value is None else _number(value)
+        return "not finite" if value is None else number(value)
 
     return entry
 
@@ -98,7 +98,7 @@ KEEPS = (
     Column(
         "output error",
         "relative distance to the baseline's output, Frobenius norm",
-        lambda row: _number(row["output_error"]),
+        lambda row: number(row["output_error"]),
         lambda dense: "0",
     ),
     Column(
@@ -118,7 +118,7 @@ KEEPS = (
     Column(
         "inflation",
         "physical pairs for each logical pair",
-        lambda row: _number(row["budget"]["inflation"]),
+        lambda row: number(row["budget"]["inflation"]),
     ),
 )
 
@@ -126,17 +126,17 @@ COSTS = (
     Column("index", "the selector", _ms("index")),
     Column("layout", "rule and selection to tiles", _ms("layout")),
     Column("movement", "tensors copied for the kernel", _ms("movement")),
-    Column("kernel", "attention itself", _ms("kernel"), lambda dense: _number(dense["ms"])),
+    Column("kernel", "attention itself", _ms("kernel"), lambda dense: number(dense["ms"])),
     Column(
         "total",
         "all stages; medians, so not quite their sum",
         _ms("total"),
-        lambda dense: _number(dense["ms"]),
+        lambda dense: number(dense["ms"]),
     ),
     Column(
         "first call",
         "before anything was warm, compiling and deciding included",
-        lambda row: _number(row["first_ms"]),
+        lambda row: number(row["first_ms"]),
     ),
 )
 
@@ -156,17 +156,17 @@ DELIVERED = (
     Column(
         "delivered",
         "got / promised: 1 where every skipped pair was skipped time",
-        lambda row: _number(row["delivered"]),
+        lambda row: number(row["delivered"]),
         lambda dense: "1",
     ),
     Column(
-        "= selector", "logical / physical pairs", lambda row: _number(row["factors"]["selector"])
+        "= selector", "logical / physical pairs", lambda row: number(row["factors"]["selector"])
     ),
-    Column("x worktable", "kernel / total time", lambda row: _number(row["factors"]["worktable"])),
+    Column("x worktable", "kernel / total time", lambda row: number(row["factors"]["worktable"])),
     Column(
         "x kernel",
         "physical pairs a second, in parts of the baseline's",
-        lambda row: _number(row["factors"]["kernel"]),
+        lambda row: number(row["factors"]["kernel"]),
     ),
 )
 
