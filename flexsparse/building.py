@@ -7,6 +7,7 @@ keys nobody sees (``sanitize``) take the evaluation of pairs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -122,23 +123,8 @@ def of_rule(terms: Terms, ahead: Ahead, lists: list[Tensor]) -> Layout:
         partial_num, partial_idx, full_num, full_idx = lists[4:]
         degrees = torch.stack([partial_num, full_num])
         columns = ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)
-    return Layout(
-        grid=grid,
-        heads=(program.address.heads, program.address.kv_heads),
-        block_size=terms.block_size,
-        address=program.address,
-        program=program,
-        tables=tables,
-        kv_num_blocks=lists[0],
-        kv_indices=lists[1],
-        full_kv_num_blocks=lists[2],
-        full_kv_indices=lists[3],
-        columns=columns,
-        has_empty_row=has_empty_row,
-        seen_keys=keys,
-        select=None,
-        element=terms.element,
-        versions=ahead.versions,
+    return _assembled(
+        terms, ahead, None, tables, lists[:4], columns, has_empty_row=has_empty_row, seen_keys=keys
     )
 
 
@@ -166,27 +152,48 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
             lists,
             words=program.asks_member(terms.block_size),
         )
-    columns = None
-    if terms.columns != 0:
-        columns = column_tiles(bits, span.tiles[1], terms.columns or span.tiles[0])
+    tables = program.tables(ahead.tables, words)
+    columns = _by_column(terms, bits) if terms.columns != 0 else None
+    return _assembled(terms, ahead, select, tables, counts, columns)
+
+
+def _assembled(
+    terms: Terms,
+    ahead: Ahead,
+    select: Selection | None,
+    tables: list[Tensor],
+    by_row: Sequence[Tensor],
+    columns: ColumnTiles | None,
+    *,
+    has_empty_row: Tensor | None = None,
+    seen_keys: Tensor | None = None,
+) -> Layout:
+    """What was found, as a layout; ``by_row`` are counts and indices of partial tiles, then of full."""
+    address = terms.program.address
     return Layout(
         grid=terms.grid,
-        heads=(program.address.heads, program.address.kv_heads),
+        heads=(address.heads, address.kv_heads),
         block_size=terms.block_size,
-        address=program.address,
-        program=program,
-        tables=program.tables(ahead.tables, words),
-        kv_num_blocks=counts[0],
-        kv_indices=counts[1],
-        full_kv_num_blocks=counts[2],
-        full_kv_indices=counts[3],
+        address=address,
+        program=terms.program,
+        tables=tables,
+        kv_num_blocks=by_row[0],
+        kv_indices=by_row[1],
+        full_kv_num_blocks=by_row[2],
+        full_kv_indices=by_row[3],
         columns=columns,
-        has_empty_row=None,
-        seen_keys=None,
+        has_empty_row=has_empty_row,
+        seen_keys=seen_keys,
         select=select,
         element=terms.element,
         versions=_versions(ahead, select),
     )
+
+
+def _by_column(terms: Terms, bits: Tensor) -> ColumnTiles:
+    """The lists by column, with the room that the terms give them."""
+    rows, columns = terms.span.tiles
+    return column_tiles(bits, columns, terms.columns or rows)
 
 
 def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None) -> Lists:
@@ -263,28 +270,9 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         has_empty_row = ~seen.all()
         if not on_device_only(device):
             refuse_empty(seen, address, grid)
-    kv_num_blocks, kv_indices = compress(maps[0])
-    full_kv_num_blocks, full_kv_indices = compress(maps[1])
-    columns = None
-    if terms.columns != 0:
-        columns = column_tiles(pack_bits(maps), span.tiles[1], terms.columns or span.tiles[0])
-    return Layout(
-        grid=grid,
-        heads=(address.heads, address.kv_heads),
-        block_size=terms.block_size,
-        address=address,
-        program=program,
-        tables=tables,
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        columns=columns,
-        has_empty_row=has_empty_row,
-        seen_keys=(
-            seen_keys_of(tiles, covered.keys, lists, span, address) if terms.sanitize else None
-        ),
-        select=select,
-        element=terms.element,
-        versions=_versions(ahead, select),
+    keys = seen_keys_of(tiles, covered.keys, lists, span, address) if terms.sanitize else None
+    by_row = [*compress(maps[0]), *compress(maps[1])]
+    columns = _by_column(terms, pack_bits(maps)) if terms.columns != 0 else None
+    return _assembled(
+        terms, ahead, select, tables, by_row, columns, has_empty_row=has_empty_row, seen_keys=keys
     )
