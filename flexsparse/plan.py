@@ -190,9 +190,10 @@ class Plan(Shown):
             )
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
-        learned = any(t.requires_grad for t in (q, k, v, *score_tables))
+        learned = any(t.requires_grad for t in score_tables)
+        wanted = learned or any(x.requires_grad for x in (q, k, v))
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
-        call = self._call(torch.is_grad_enabled() and learned, need_lse)
+        call = self._call(torch.is_grad_enabled() and wanted, need_lse, learned)
         self._refuse(backend, call)
         if call.grads:
             layout = self._with_columns(layout)
@@ -281,9 +282,19 @@ class Plan(Shown):
             return []
         return self.score_program.tables(self.grid, self.device, self._precision)
 
-    def _call(self, grads: bool, lse: bool) -> Call:
+    def _call(self, grads: bool, lse: bool, learned: bool) -> Call:
         _, _, head_dim, v_head_dim = self.shape
-        return Call(self.device, self.dtype, head_dim, v_head_dim, grads, lse)
+        return Call(
+            self.device,
+            self.dtype,
+            head_dim,
+            v_head_dim,
+            self.grid.q_len,
+            grads,
+            lse,
+            scored=self.score_program is not None,
+            learned=grads and learned,
+        )
 
     def _refuse(self, backend: Backend, call: Call) -> None:
         if (why := backend.refuses(call)) is not None:

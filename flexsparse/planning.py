@@ -101,9 +101,19 @@ def make_plan(
     address = choose_address(q, k, v, selection, pack, reasons)
     program = mask_program(address, grid, ruled, selection, reach)
     score_code = score_program(address, grid, scored)
-    learned = [] if score_code is None else list(score_code.score.tensors)
-    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
-    call = Call(q.device, q.dtype, q.shape[3], v.shape[3], grads, sink is not None)
+    learned = score_code is not None and any(t.requires_grad for t in score_code.score.tensors)
+    grads = torch.is_grad_enabled() and (learned or any(x.requires_grad for x in (q, k, v)))
+    call = Call(
+        q.device,
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        grid.q_len,
+        grads,
+        sink is not None,
+        scored=score_code is not None,
+        learned=grads and learned,
+    )
     chosen = choose_backend(backend, call, reasons)
     size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
     terms = Terms(

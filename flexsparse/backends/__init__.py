@@ -15,14 +15,20 @@ from flexsparse.program import ScoreProgram
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked of a backend, known before any tensor is."""
+    """What is asked of a backend, known before any tensor is.
+
+    ``scored``: a score rule changes scores; ``learned``: it holds tensors that want gradients.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    q_len: int
     grads: bool
     lse: bool
+    scored: bool
+    learned: bool
 
 
 class Work(NamedTuple):

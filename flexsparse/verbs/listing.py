@@ -84,7 +84,8 @@ def _runs(backend: Backend) -> str:
     can: list[str] = []
     cannot: dict[str, list[str]] = {}
     for what, (grads, lse) in asked.items():
-        why = backend.refuses(Call(device, torch.float32, 64, 64, grads, lse))
+        call = Call(device, torch.float32, 64, 64, 64, grads, lse, scored=False, learned=False)
+        why = backend.refuses(call)
         if why is None:
             can.append(what)
         else:
