@@ -8,14 +8,14 @@ from torch import Tensor
 
 from flexsparse.address import FoldedHeads, Identity, folds_without_copy
 from flexsparse.arguments import tile_size
-from flexsparse.backends import Backend, Call, flex, tiles
+from flexsparse.backends import Backend, Call, flash, flex, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.selection import Selection
 from flexsparse.shapes import next_power_of_two
 
-BackendName = Literal["auto", "flex", "tiles"]
+BackendName = Literal["auto", "flash", "flex", "tiles"]
 Pack = Literal["identity", "fold"]
-BACKENDS: dict[str, Backend] = {"flex": flex, "tiles": tiles}
+BACKENDS: dict[str, Backend] = {"flash": flash, "flex": flex, "tiles": tiles}
 _DEFAULT_TILE = (128, 128)
 
 
@@ -60,6 +60,13 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
             "nor lse (backend='flex' takes it, forward only)"
         )
         return tiles
+    refusal = flash.refuses(call)
+    if refusal is None and call.q_len < flash.TILE:
+        refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
+    if refusal is None:
+        why.append("flash: FlashAttention-4 under FlexAttention, the fastest kernel on Hopper")
+        return flash
+    why.append(f"not flash: {refusal}")
     if (refusal := flex.refuses(call)) is not None:
         why.append(f"tiles: {refusal}")
         return tiles
@@ -82,10 +89,10 @@ def choose_tile(
         why.append(
             f"tiles of {asked[0]}x{asked[1]} are cut to {wanted[0]}x{wanted[1]}: the lengths are no longer"
         )
-    given = flex.tile_for(wanted, call) if backend is flex else wanted
+    given = backend.tile_for(wanted, call)
     if given != wanted:
-        need = "its backward" if call.grads else "tensor cores"
         why.append(
-            f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside, for {need}"
+            f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside: what "
+            f"{backend.name} computes at once{' in its backward' if call.grads else ''}"
         )
     return given

@@ -15,7 +15,7 @@ from flexsparse.arguments import (
     check_qkv,
     check_selection,
 )
-from flexsparse.backends import Backend, Call, Work, flex
+from flexsparse.backends import Backend, Call, Work
 from flexsparse.building import make
 from flexsparse.choice import (
     BACKENDS,
@@ -292,8 +292,9 @@ class Plan(Shown):
             self.grid.q_len,
             grads,
             lse,
-            scored=self.score_program is not None,
-            learned=grads and learned,
+            grads and learned,
+            self.program,
+            self.score_program,
         )
 
     def _refuse(self, backend: Backend, call: Call) -> None:
@@ -301,11 +302,10 @@ class Plan(Shown):
             raise BackendError(
                 f"backend {backend.name!r} cannot run this: {why}; use backend='tiles'"
             )
-        if backend is flex and flex.tile_for(self.tile, call) != self.tile:
+        if backend.tile_for(self.tile, call) != self.tile:
             raise BackendError(
-                f"this plan has tiles of {self.tile[0]}x{self.tile[1]}, but FlexAttention's backward "
-                f"needs multiples of {flex.TRAINING_TILE}: make the plan from tensors that require "
-                "gradients"
+                f"this plan has tiles of {self.tile[0]}x{self.tile[1]}, but the backward of "
+                f"{backend.name} needs larger ones: make the plan from tensors that require gradients"
             )
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -111,8 +111,9 @@ def make_plan(
         grid.q_len,
         grads,
         sink is not None,
-        scored=score_code is not None,
-        learned=grads and learned,
+        grads and learned,
+        program,
+        score_code,
     )
     chosen = choose_backend(backend, call, reasons)
     size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)

@@ -50,9 +50,13 @@ class Member:
         else:
             per = address.heads // self.heads
             head = h // per if per > 1 else h
-        return membership.test(
-            words, sequence, head, _blocks(row, self.q_block), _blocks(kv, self.kv_block)
-        )
+        row = _blocks(row, self.q_block)
+        word = membership.word_of(words, sequence, head, row, _blocks(kv, self.kv_block))
+        return self.bit(word, row)
+
+    def bit(self, word: Tensor, row: Tensor) -> Tensor:
+        """Whether the word says that the row holds its candidate."""
+        return membership.bit_of(word, row)
 
 
 def _blocks(index: Tensor, block: int) -> Tensor:

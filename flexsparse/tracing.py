@@ -52,7 +52,7 @@ class Traced:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A function that no module holds cannot be pickled; its source can.
-        vars(self).update(state, call=_compile_source(state["code"]))
+        vars(self).update(state, call=function_of(state["code"]))
         keep(self)
 
     @property
@@ -120,7 +120,7 @@ def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Tra
         code=source,
         tensors=tuple(recorder.captured),
         uses=recorder.reach(variable) & frozenset(arguments),
-        call=_compile_source(source),
+        call=function_of(source),
         kind=hashlib.sha256(f"{source}\n{forms}".encode()).hexdigest()[:16],
         gathers=recorder.gathers(variable),
         repeated=tuple(
@@ -201,11 +201,12 @@ def check_arity(mod: Callable[..., Any], arguments: Sequence[str], name: str) ->
     )
 
 
-def _compile_source(source: str) -> Callable[..., Tensor]:
+def function_of(source: str, **names: Any) -> Callable[..., Tensor]:
+    """The function of a recorded ``source``, which reads ``torch`` and ``names``."""
     # The name of the file is the code itself, in short: torch's stack traces stay apart by kind.
     filename = f"<mod {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    scope: dict[str, Any] = {"torch": torch}
+    scope: dict[str, Any] = {"torch": torch, **names}
     exec(compile(source, filename, "exec"), scope)
     function = scope["mod"]
     assert isinstance(function, FunctionType)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from flexsparse.layout import Layout
-from flexsparse.program import ScoreProgram
+from flexsparse.program import MaskProgram, ScoreProgram
 
 
 @dataclass(frozen=True)
 class Call:
     """What is asked of a backend, known before any tensor is.
 
-    ``scored``: a score rule changes scores; ``learned``: it holds tensors that want gradients.
+    ``learned``: the score rule holds tensors that want gradients.
     """
 
     device: torch.device
@@ -27,8 +27,14 @@ class Call:
     q_len: int
     grads: bool
     lse: bool
-    scored: bool
     learned: bool
+    program: MaskProgram
+    score: ScoreProgram | None
+
+    @property
+    def scored(self) -> bool:
+        """Whether a score rule changes scores."""
+        return self.score is not None
 
 
 class Work(NamedTuple):
@@ -46,10 +52,13 @@ class Work(NamedTuple):
 
 
 class Backend(Protocol):
-    """``refuses`` says in one sentence why a call cannot be run; ``run`` runs one it accepted."""
+    """``refuses`` says in one sentence why a call cannot be run; ``tile_for`` is the tile that it can
+    use, at least as large as the one wanted, and why; ``run`` runs a call it accepted."""
 
     name: str
 
     def refuses(self, call: Call) -> str | None: ...
+
+    def tile_for(self, tile: tuple[int, int], call: Call) -> tuple[int, int]: ...
 
     def run(self, work: Work) -> tuple[Tensor, Tensor | None]: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from flexsparse.backends import Call, Work
 from flexsparse.device import compiles
 from flexsparse.errors import CompileError
 from flexsparse.layout import Layout, as_block_mask, widened
-from flexsparse.program import ScoreProgram
+from flexsparse.program import MaskProgram, ScoreProgram
+from flexsparse.rules import MaskMod
 
 name = "flex"
 
@@ -57,6 +58,27 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    gathers = work.layout.program.gathers(work.layout.block_size)
+    gathers += work.score.score.gathers if work.score else 0
+    return run_with(work, kernel_options(work.layout, work.q, work.k, gathers))
+
+
+class Speech(NamedTuple):
+    """How mods are said to a code generator: the same programs in operations that it knows, and
+    whether it reads a number only where an index points at it."""
+
+    mask: Callable[[MaskProgram], MaskProgram]
+    score: Callable[[ScoreProgram], ScoreProgram]
+    points: bool
+
+
+PLAIN = Speech(lambda program: program, lambda score: score, points=False)
+
+
+def run_with(
+    work: Work, options: dict[str, Any], speech: Speech = PLAIN
+) -> tuple[Tensor, Tensor | None]:
+    """The call through torch's FlexAttention, told ``options`` of its kernels."""
     layout = work.layout
     on_cpu = work.q.device.type == "cpu"
     q, k, v = (x.detach() if on_cpu else x for x in (work.q, work.k, work.v))
@@ -67,19 +89,21 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     learned = list(work.score_tables)
     call = (q, k, v, lists, tables, learned)
     if torch.compiler.is_compiling():
-        out, lse = _body(layout, work)(*call)
+        out, lse = _body(work, options, speech)(*call)
     else:
-        out, lse = _enter(work, call)
+        out, lse = _enter(work, call, options, speech)
     if on_cpu and layout.grid.q_len == 1:
         out = _clear_unlisted(out, layout)
     return out, lse
 
 
-def _body(layout: Layout, work: Work) -> Kernel:
+def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
     """The function to compile. It closes over decisions only; every tensor is an argument."""
-    program, score, scale, want_lse = layout.program, work.score, work.scale, work.lse
-    block_size, options = layout.block_size, _options(work)
-    split = _reading(work)
+    program, scale, want_lse = speech.mask(work.layout.program), work.scale, work.lse
+    score = None if work.score is None else speech.score(work.score)
+    block_size = work.layout.block_size
+    split = _reading(work, speech)
+    pointed = [speech.points and t.ndim == 0 for t in work.layout.tables]
 
     def flex(
         q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], tables: list[Tensor],
@@ -91,7 +115,7 @@ def _body(layout: Layout, work: Work) -> Kernel:
         keywords: dict[str, Any] = {
             "score_mod": None if score is None else _score_mod(score, score_tables, split),
             "block_mask": as_block_mask(
-                lists, lengths, block_size, program.within(tables, block_size)
+                lists, lengths, block_size, _mask_mod(program, tables, pointed, block_size)
             ),
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
@@ -103,6 +127,21 @@ def _body(layout: Layout, work: Work) -> Kernel:
         return out, aux.lse
 
     return flex
+
+
+def _mask_mod(
+    program: MaskProgram, tables: list[Tensor], pointed: list[bool], block_size: tuple[int, int]
+) -> MaskMod:
+    """The mask_mod over tables, of which the ``pointed`` numbers are read as tables of one."""
+    if not any(pointed):
+        return program.within(tables, block_size)
+    given = [t.reshape(1) if p else t for t, p in zip(tables, pointed, strict=True)]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        read = [t[h - h] if p else t for t, p in zip(given, pointed, strict=True)]
+        return program.within(read, block_size)(b, h, q_idx, kv_idx)
+
+    return mask_mod
 
 
 def _score_mod(
@@ -130,8 +169,8 @@ def _score_mod(
     return score_mod
 
 
-def _reading(work: Work) -> list[str]:
-    """How each score table must be read for torch to differentiate it."""
+def _reading(work: Work, speech: Speech) -> list[str]:
+    """How each score table must be read for torch to differentiate it, or to read it at all."""
     if work.score is None:
         return []
     first = len(work.score_tables) - len(work.score.score.repeated)
@@ -140,7 +179,8 @@ def _reading(work: Work) -> list[str]:
         again = i >= first and work.score.score.repeated[i - first]
         scalar = table.ndim == 0
         form = "scalar" if scalar else "again" if again else "plain"
-        forms.append(form if table.requires_grad else "plain")
+        needed = table.requires_grad or (scalar and speech.points)
+        forms.append(form if needed else "plain")
     return forms
 
 
@@ -175,15 +215,10 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
     return options
 
 
-def _options(work: Work) -> dict[str, Any]:
-    gathers = work.layout.program.gathers(work.layout.block_size) + (
-        work.score.score.gathers if work.score else 0
-    )
-    return kernel_options(work.layout, work.q, work.k, gathers)
-
-
-def _enter(work: Work, call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    kernel, fresh = _kernel(work, call)
+def _enter(
+    work: Work, call: tuple[Any, ...], options: dict[str, Any], speech: Speech
+) -> tuple[Tensor, Tensor | None]:
+    kernel, fresh = _kernel(work, call, options, speech)
     try:
         result: tuple[Tensor, Tensor | None] = kernel(*call)
     except Exception as error:
@@ -203,7 +238,9 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ...] | None]:
+def _kernel(
+    work: Work, call: tuple[Any, ...], options: dict[str, Any], speech: Speech
+) -> tuple[Kernel, tuple[object, ...] | None]:
     """The compiled function of this kind of call, and its key if it is new.
 
     On CUDA the second length of a kind gets a kernel for all lengths. On CPU lengths are static:
@@ -218,8 +255,8 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         work.lse,
         work.q.device,
         torch.is_grad_enabled(),
-        tuple(_options(work).items()),
-        tuple(_reading(work)),
+        tuple(options.items()),
+        tuple(_reading(work, speech)),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous()) for t in tensors),
         *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
@@ -232,7 +269,7 @@ def _kernel(work: Work, call: tuple[Any, ...]) -> tuple[Kernel, tuple[object, ..
         key = (*kind, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    body = _body(work.layout, work)
+    body = _body(work, options, speech)
     assert isinstance(body, types.FunctionType)
     # torch counts specialisations per code object, so each kernel gets one of its own.
     own = types.FunctionType(

@@ -79,7 +79,11 @@ def run_row(
         if row.attention:
             record["attention"] = found = attended(made, config.seed)
             if not found["check"]["ok"]:
-                record |= {"status": "wrong", "error": "attention differs from the reference"}
+                detail = record["attention"]["check"]["detail"]
+                record |= {
+                    "status": "wrong",
+                    "error": f"attention differs from the reference: {detail}",
+                }
     except Exception as error:
         said = str(error) if isinstance(error, FlexSparseError) else first_line(error)
         record |= {"status": "failed", "error": said}

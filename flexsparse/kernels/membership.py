@@ -30,7 +30,11 @@ def pack(indices: Tensor, candidates: int) -> Tensor:
     return packed.view(batch, heads, words, candidates + 1)[..., :candidates].contiguous()
 
 
-def test(words: Tensor, b: Tensor, h: Tensor, row: Tensor, candidate: Tensor) -> Tensor:
-    """Whether ``candidate`` is one of ``row``'s, for index tensors that broadcast."""
-    word = words[b, h, row // WORD, candidate]
+def word_of(words: Tensor, b: Tensor, h: Tensor, row: Tensor, candidate: Tensor) -> Tensor:
+    """The word that holds whether ``candidate`` is one of ``row``'s, for indices that broadcast."""
+    return words[b, h, row // WORD, candidate]
+
+
+def bit_of(word: Tensor, row: Tensor) -> Tensor:
+    """What the word says of ``row``."""
     return (torch.bitwise_right_shift(word, row % WORD) & 1) != 0

@@ -78,7 +78,12 @@ def attended(made: Conversion, seed: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "plan": str(plan),
-        "check": {"ok": report.ok, "error": out.error, "plain_error": out.plain_error},
+        "check": {
+            "ok": report.ok,
+            "error": out.error,
+            "plain_error": out.plain_error,
+            "detail": report.detail,
+        },
         "inflation": budget.inflation,
     }
     for mode in ("forward", "training") if problem.training else ("forward",):

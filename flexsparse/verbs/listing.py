@@ -77,14 +77,18 @@ def _runs(backend: Backend) -> str:
     """What a backend does on this machine's device, and why not the rest."""
     import torch
 
+    from flexsparse.address import Identity
     from flexsparse.backends import Call
+    from flexsparse.grid import Grid
+    from flexsparse.program import mask_program
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    program = mask_program(Identity(1, 1), Grid(64, 64), None, None, None)
     asked = {"forward": (False, False), "lse": (False, True), "gradients": (True, True)}
     can: list[str] = []
     cannot: dict[str, list[str]] = {}
     for what, (grads, lse) in asked.items():
-        call = Call(device, torch.float32, 64, 64, 64, grads, lse, scored=False, learned=False)
+        call = Call(device, torch.bfloat16, 64, 64, 64, grads, lse, False, program, None)
         why = backend.refuses(call)
         if why is None:
             can.append(what)

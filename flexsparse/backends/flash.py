@@ -1,0 +1,71 @@
+"""FlashAttention-4 under FlexAttention: the fastest kernel on Hopper, where its conditions hold.
+
+torch hands the same BlockMask, mask_mod and score_mod to flash-attn-4's kernels. It does so only when
+told, never by itself; what those kernels cannot do they answer with an error in the middle of a
+compile, or, where a mask_mod says nothing, with dense attention. So everything is judged here, before.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from flexsparse.backends import Call, Work, flex
+from flexsparse.backends.flash_words import mask_in_words, score_in_words, unknown
+from flexsparse.program import MaskProgram, ScoreProgram
+
+name = "flash"
+
+# Rows and keys that its Hopper kernels compute at once.
+TILE = 128
+_SPEECH = flex.Speech(mask_in_words, score_in_words, points=True)
+
+
+def refuses(call: Call) -> str | None:
+    """Why FlashAttention-4 cannot run this call exactly, or None."""
+    if call.device.type != "cuda":
+        return "FlashAttention-4 runs on CUDA only"
+    if not installed():
+        return "flash-attn-4 is not installed (pip install 'flexsparse[flash]')"
+    if torch.cuda.get_device_capability(call.device) != (9, 0):
+        return "FlashAttention-4 has been checked on compute capability 9.0 only"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention-4 computes in fp16 and bf16, got {call.dtype}"
+    dims = (call.head_dim, call.v_head_dim)
+    if not all(d % 8 == 0 and 16 <= d <= 128 for d in dims):
+        return f"FlashAttention-4 needs head dims of 16 to 128 in multiples of 8, got {dims[0]}, {dims[1]}"
+    if call.learned:
+        return "FlashAttention-4 gives no gradients of a score rule's tensors"
+    if call.grads and call.lse:
+        return "FlashAttention-4 has no backward through lse"
+    return _unsaid(call.program, call.score)
+
+
+def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
+    """Whole multiples of its tiles by row, and its own tile by key."""
+    return (math.ceil(tile[0] / TILE) * TILE, TILE)
+
+
+def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    return flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
+
+
+@cache
+def installed() -> bool:
+    """Whether torch can find FlashAttention-4."""
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _unsaid(program: MaskProgram, score: ScoreProgram | None) -> str | None:
+    """What of the mods its code generator does not know."""
+    for traced in (program.rule, score.score if score else None):
+        if traced is not None and (words := unknown(traced)):
+            return f"FlashAttention-4 does not know {', '.join(words)} of {traced.name}"
+    return None

@@ -1,0 +1,106 @@
+"""Rules in the words that FlashAttention-4's code generator knows, each meaning what torch means.
+
+Its remainder and division of integers follow C, it has no minimum or maximum, and it shifts by
+constants alone. What is written here is right whichever way an integer division rounds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexsparse.kernels.membership import WORD
+from flexsparse.program import MaskProgram, Member, ScoreProgram
+from flexsparse.tracing import Traced, function_of
+
+# What it has been seen to lower, and to compute as torch does.
+KNOWN = frozenset({"_to_copy", "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "div", "eq",
+    "exp", "full", "ge", "gt", "index", "le", "log", "logical_and", "logical_not", "logical_or", "lt",
+    "mul", "ne", "neg", "rsub", "scalar_tensor", "sub", "tanh", "where"})  # fmt: skip
+Operand = Any
+
+
+def minimum(a: Operand, b: Operand) -> Tensor:
+    return torch.where((a < b) | (a != a), a, b)
+
+
+def maximum(a: Operand, b: Operand) -> Tensor:
+    return torch.where((a > b) | (a != a), a, b)
+
+
+def clamp(x: Tensor, min: Operand = None, max: Operand = None) -> Tensor:
+    x = x if min is None else maximum(x, min)
+    return x if max is None else minimum(x, max)
+
+
+def clamp_min(x: Tensor, min: Operand) -> Tensor:
+    return maximum(x, min)
+
+
+def clamp_max(x: Tensor, max: Operand) -> Tensor:
+    return minimum(x, max)
+
+
+def remainder(a: Operand, d: Operand) -> Tensor:
+    left: Tensor = a % d
+    return torch.where((left != 0) & ((left < 0) != (d < 0)), left + d, left)
+
+
+def floor_divide(a: Operand, d: Operand) -> Tensor:
+    quotient: Tensor = a // d
+    back = quotient * d
+    above = ((back > a) & (d > 0)) | ((back < a) & (d < 0))
+    return torch.where(above, quotient - 1, quotient)
+
+
+WORDS = {
+    word.__name__: word
+    for word in (minimum, maximum, clamp, clamp_min, clamp_max, remainder, floor_divide)
+}
+_OPERATION = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
+
+
+def unknown(traced: Traced | None) -> list[str]:
+    """The operations of a mod that have no word here."""
+    if traced is None:
+        return []
+    return sorted(set(_OPERATION.findall(traced.code)) - KNOWN - WORDS.keys())
+
+
+def mask_in_words(program: MaskProgram) -> MaskProgram:
+    rule = None if program.rule is None else _in_words(program.rule)
+    member = None if program.member is None else _SaidMember(**vars(program.member))
+    return replace(program, rule=rule, member=member)
+
+
+def score_in_words(program: ScoreProgram) -> ScoreProgram:
+    return replace(program, score=_in_words(program.score))
+
+
+def _in_words(traced: Traced) -> Traced:
+    return replace(traced, call=_said(traced.code))
+
+
+@lru_cache(maxsize=256)
+def _said(code: str) -> Any:
+    def word(found: re.Match[str]) -> str:
+        return f"{found[1]}(" if found[1] in WORDS else found[0]
+
+    return function_of(_OPERATION.sub(word, code), **WORDS)
+
+
+@dataclass(frozen=True)
+class _SaidMember(Member):
+    """A member whose bit is found without a shift by what varies."""
+
+    def bit(self, word: Tensor, row: Tensor) -> Tensor:
+        place = row % WORD
+        one = torch.ones_like(word)
+        for power in (1, 2, 4, 8, 16):
+            one = torch.where((place // power) % 2 == 1, one * 2**power, one)
+        return (word & one) != 0
