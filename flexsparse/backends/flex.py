@@ -8,7 +8,6 @@ each kind of call has a compiled function of its own that never needs to special
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.backends import Call, Work
-from flexsparse.device import compiles
+from flexsparse.backends.compiled import Kernel, Key, forget, kept
 from flexsparse.errors import CompileError
 from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import MaskProgram, ScoreProgram
@@ -28,10 +27,6 @@ name = "flex"
 TRAINING_TILE = 128
 # Query rows that torch's decoding kernel can hold for one KV head, and the row tile it needs.
 DECODE_ROWS = 128
-
-Kernel = Callable[..., Any]
-_kernels: dict[tuple[object, ...], Kernel] = {}
-_first_sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
 
 
 def refuses(call: Call) -> str | None:
@@ -226,7 +221,7 @@ def _enter(
         result: tuple[Tensor, Tensor | None] = kernel(*call)
     except Exception as error:
         if fresh is not None:
-            _kernels.pop(fresh, None)
+            forget(fresh)
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         names = [t.name for t in (work.layout.program.rule, work.score and work.score.score) if t]
@@ -243,84 +238,23 @@ def _first_line(error: BaseException) -> str:
 
 def _kernel(
     work: Work, call: tuple[Any, ...], options: dict[str, Any], speech: Speech
-) -> tuple[Kernel, tuple[object, ...] | None]:
-    """The compiled function of this kind of call, and its key if it is new.
-
-    On CUDA the second length of a kind gets a kernel for all lengths. On CPU lengths are static:
-    torch's CPU template writes wrong code for some sizes that vary.
-    """
-    tensors = [t for t in _flat(call) if t is not None]
+) -> tuple[Kernel, Key | None]:
+    """The compiled function of this kind of call, and its key if it is new."""
+    program, score = work.layout.program, work.score
+    told = dict(options)
+    whole = told.pop("IS_DIVISIBLE", None)
     kind = (
-        work.layout.program.key,
-        work.score.key if work.score else None,
+        program.key,
+        score.key if score else None,
         work.layout.block_size,
         work.scale,
         work.lse,
-        work.q.device,
-        torch.is_grad_enabled(),
-        tuple(options.items()),
+        tuple(told.items()),
         tuple(_reading(work, speech)),
-        tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous()) for t in tensors),
         *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
-    sizes = tuple(n for t in tensors for n in t.shape)
-    first = _first_sizes.setdefault(kind, sizes)
-    varying: tuple[int, ...] = ()
-    key: tuple[object, ...] = (*kind, sizes)
-    if work.q.device.type != "cpu" and sizes != first:
-        varying = tuple(i for i, n in enumerate(sizes) if n != first[i])
-        key = (*kind, varying, _pattern([sizes[i] for i in varying]))
-    if key in _kernels:
-        return _kernels[key], None
-    body = _body(work, options, speech)
-    assert isinstance(body, types.FunctionType)
-    # torch counts specialisations per code object, so each kernel gets one of its own.
-    own = types.FunctionType(
-        body.__code__.replace(co_name=f"flex_{len(_kernels)}"),
-        body.__globals__,
-        body.__name__,
-        body.__defaults__,
-        body.__closure__,
-    )
-    compiled = torch.compile(own, fullgraph=True, dynamic=False)
-    _kernels[key] = _marked(compiled, varying) if varying else compiled
-    compiles.note(f"{work.layout.program.key}/{work.score.key if work.score else '-'}")
-    return _kernels[key], key
-
-
-def _pattern(sizes: list[int]) -> tuple[object, ...]:
-    """Which sizes are equal, or 1: torch makes each such pattern a kernel of its own."""
-    order: dict[int, int] = {}
-    return tuple(n if n in (0, 1) else order.setdefault(n, len(order) + 2) for n in sizes)
-
-
-def _marked(kernel: Kernel, varying: tuple[int, ...]) -> Kernel:
-    """``kernel`` told which sizes vary, counted through all tensors; the others are constants.
-
-    The mark goes on a view: the caller's own tensors carry none.
-    """
-
-    def marking(*call: Any) -> Any:
-        place = 0
-
-        def mark(t: Tensor | None) -> Tensor | None:
-            nonlocal place
-            if t is None:
-                return None
-            t = t.view_as(t)
-            for axis in range(t.ndim):
-                if place + axis in varying:
-                    torch._dynamo.maybe_mark_dynamic(t, axis)
-            place += t.ndim
-            return t
-
-        return kernel(*([mark(t) for t in x] if isinstance(x, list) else mark(x) for x in call))
-
-    return marking
-
-
-def _flat(call: tuple[Any, ...]) -> list[Tensor | None]:
-    return [t for x in call for t in (x if isinstance(x, list) else [x])]
+    label = f"{program.key}/{score.key if score else '-'}"
+    return kept(kind, call, _body(work, options, speech), label, lengths=(whole,))
 
 
 def _clear_unlisted(out: Tensor, layout: Layout) -> Tensor:
