@@ -20,6 +20,7 @@ from flexsparse.arguments import (
 )
 from flexsparse.backends import Call
 from flexsparse.choice import (
+    UNTILED,
     BackendName,
     Pack,
     choose_address,
@@ -113,6 +114,7 @@ def make_plan(
         sink is not None,
         scored=score_code is not None,
         learned=grads and learned,
+        selected=selection is not None,
     )
     chosen = choose_backend(backend, call, reasons)
     size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
@@ -124,7 +126,7 @@ def make_plan(
         check_empty(empty),
         check_flag("sanitize", sanitize),
         Element(q.shape[3], v.shape[3], q.dtype.itemsize),
-        None if grads else 0,
+        None if grads and chosen.name not in UNTILED else 0,
     )
     plan = Plan(
         terms=terms,

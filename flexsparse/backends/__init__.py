@@ -17,7 +17,8 @@ from flexsparse.program import ScoreProgram
 class Call:
     """What is asked of a backend, known before any tensor is.
 
-    ``scored``: a score rule changes scores; ``learned``: it holds tensors that want gradients.
+    ``scored``: a score rule changes scores; ``learned``: it holds tensors that want gradients;
+    ``selected``: a selection says what is worth seeing.
     """
 
     device: torch.device
@@ -29,6 +30,7 @@ class Call:
     lse: bool
     scored: bool
     learned: bool
+    selected: bool = False
 
 
 class Work(NamedTuple):
@@ -43,6 +45,13 @@ class Work(NamedTuple):
     scale: float
     lse: bool
     grads: bool
+
+
+class Effort(NamedTuple):
+    """What a backend would multiply and move for a call: reckoned from counts, before anything is run."""
+
+    flops: float
+    bytes: float
 
 
 class Backend(Protocol):

@@ -84,7 +84,18 @@ def _runs(backend: Backend) -> str:
     can: list[str] = []
     cannot: dict[str, list[str]] = {}
     for what, (grads, lse) in asked.items():
-        call = Call(device, torch.float32, 64, 64, 64, grads, lse, scored=False, learned=False)
+        call = Call(
+            device,
+            torch.float32,
+            64,
+            64,
+            64,
+            grads,
+            lse,
+            scored=False,
+            learned=False,
+            selected=True,
+        )
         why = backend.refuses(call)
         if why is None:
             can.append(what)
