@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,11 +121,9 @@ def _in_parts(work: Work, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, T
     parts = []
     for first in range(0, q.shape[2], at_once):
         rows = slice(first, min(first + at_once, q.shape[2]))
-        given = (work, q[:, :, rows], k, v, seen[:, :, rows], first, *work.score_tables)
-        if work.grads:
-            parts.append(checkpoint(_part, *given, use_reentrant=False))
-        else:
-            parts.append(_part(*given))
+        part = partial(_part, work, q[:, :, rows], k, v, seen[:, :, rows], first)
+        kept = partial(checkpoint, part, use_reentrant=False) if work.grads else part
+        parts.append(kept(*work.score_tables))
     out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return out, lse if work.lse else None
 

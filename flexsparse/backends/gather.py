@@ -149,8 +149,11 @@ def _(
 def _candidates(
     q: Tensor, k: Tensor, indices: Tensor, tables: list[Tensor], key: str, blocks: Sequence[int]
 ) -> Candidates:
-    rule = mask_of(key)
-    return Candidates(indices, *blocks, rule, tables, *q.shape[:2], *k.shape[1:3])
+    q_block, kv_block, reach = blocks
+    (batch, heads), (kv_heads, kv_len) = q.shape[:2], k.shape[1:3]
+    return Candidates(
+        indices, q_block, kv_block, reach, mask_of(key), tables, batch, heads, kv_heads, kv_len
+    )
 
 
 def _fused(q: Tensor, v: Tensor, score_key: str) -> bool:

@@ -141,7 +141,8 @@ class Gathered(NamedTuple):
     def _of(self, x: Tensor, first: int, last: int) -> Tensor:
         """Queries of ``x [B, Hq, Q, …]`` as ``[B, L, n, M, …]``, in the precision of the computation."""
         part = x[:, :, first:last].to(self.dtype)
-        return part.unflatten(1, (self.candidates.lists, -1)).transpose(2, 3)
+        shape = (x.shape[0], self.candidates.lists, self._group, *part.shape[2:])
+        return part.reshape(shape).transpose(2, 3)
 
     def _into(self, x: Tensor, first: int, last: int, part: Tensor) -> None:
         x[:, :, first:last] = part.transpose(2, 3).flatten(1, 2).to(x.dtype)

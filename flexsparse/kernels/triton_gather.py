@@ -26,18 +26,18 @@ def _forward(
     row = (first + n).to(tl.int64)
     line = tl.program_id(2)
     b = (line // lists).to(tl.int64)
-    l = line % lists
-    g = (l // sharing).to(tl.int64)
+    own = line % lists
+    g = (own // sharing).to(tl.int64)
     lane = tl.program_id(1) * M + tl.arange(0, M)
     mine = lane < group
-    h = (l * group + lane).to(tl.int64)
+    h = (own * group + lane).to(tl.int64)
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
     slot = tl.arange(0, N)
 
     at_q = q + b * q_b + row * q_r + h[:, None] * q_h + d[None, :]
     queries = tl.load(at_q, mask=mine[:, None] & (d[None, :] < dim), other=0.0)
-    listed = keys + b * l_b + l.to(tl.int64) * l_h + n.to(tl.int64) * l_r
+    listed = keys + b * l_b + own.to(tl.int64) * l_h + n.to(tl.int64) * l_r
     to_k = k + b * k_b + g * k_h + d[None, :]
     to_v = v + b * v_b + g * v_h + e[None, :]
     peak = tl.full([M], float("-inf"), tl.float32)
@@ -81,11 +81,11 @@ def _backward(
     row = (first + n).to(tl.int64)
     line = tl.program_id(2)
     b = (line // lists).to(tl.int64)
-    l = line % lists
-    g = (l // sharing).to(tl.int64)
+    own = line % lists
+    g = (own // sharing).to(tl.int64)
     lane = tl.program_id(1) * M + tl.arange(0, M)
     mine = lane < group
-    h = (l * group + lane).to(tl.int64)
+    h = (own * group + lane).to(tl.int64)
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
     slot = tl.arange(0, N)
@@ -97,7 +97,7 @@ def _backward(
     base = tl.load(lse + b * lse_b + h * lse_h + row, mask=mine, other=0.0)
     base = tl.where(base == float("-inf"), 0.0, base * 1.4426950408889634)
     less = tl.load(delta + b * lse_b + h * lse_h + row, mask=mine, other=0.0)
-    listed = keys + b * l_b + l.to(tl.int64) * l_h + n.to(tl.int64) * l_r
+    listed = keys + b * l_b + own.to(tl.int64) * l_h + n.to(tl.int64) * l_r
     to_k = k + b * k_b + g * k_h + d[None, :]
     to_v = v + b * v_b + g * v_h + e[None, :]
     to_dk = dk + (b * kv_heads + g) * kv_len * dim + d[None, :]
