@@ -18,6 +18,7 @@ Pack = Literal["identity", "fold"]
 BACKENDS: dict[str, Backend] = {"flex": flex, "tiles": tiles, "gather": gather, "dense": dense}
 # These visit no tiles, so nobody reads their lists by column.
 UNTILED = frozenset({"gather", "dense"})
+_UNORDERED = {"gather": "k and v", "dense": "q, k and v"}
 _DEFAULT_TILE = (128, 128)
 
 
@@ -55,9 +56,10 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
         why.append(f"{name} was asked for")
-        if backend is gather and call.grads and call.device.type == "cuda":
+        if name in _UNORDERED and call.grads and call.device.type == "cuda":
             why.append(
-                "gradients of k and v are summed by atomics: last bits may differ from run to run"
+                f"gradients of {_UNORDERED[name]} are summed by atomics: their last bits may differ "
+                "from run to run"
             )
         return backend
     if call.device.type == "cpu":
