@@ -21,15 +21,14 @@ from flexsparse.backends.gathered import BYTES_AT_ONCE
 from flexsparse.backends.walk import computing
 from flexsparse.errors import BackendError
 from flexsparse.layout import Layout
-from flexsparse.tracing import MASK_ARGUMENTS, trace
 
 name = "dense"
 
 MOST_PAIRS = 2**31
-# Both ways to write the rule that torch has kernels for.
+# Both ways to write the rule that torch has a kernel for, as they are recorded.
 _CAUSAL = frozenset(
-    trace(mod, MASK_ARGUMENTS, "causal").kind
-    for mod in (lambda b, h, q, kv: kv <= q, lambda b, h, q, kv: q >= kv)
+    f"def mod(b, h, q_idx, kv_idx):\n    v0 = torch.ops.aten.{said}\n    return v0\n"
+    for said in ("le.Tensor(kv_idx, q_idx)", "ge.Tensor(q_idx, kv_idx)")
 )
 
 
@@ -88,7 +87,7 @@ def _known(layout: Layout, rows: int) -> bool | None:
     if rule is None:
         return False
     aligned = isinstance(grid.q_offset, int) and grid.q_offset == grid.kv_len - grid.q_len
-    if rule.kind not in _CAUSAL or not aligned or grid.q_len not in (1, grid.kv_len):
+    if rule.code not in _CAUSAL or not aligned or grid.q_len not in (1, grid.kv_len):
         return None
     # One query at the last key sees everything.
     return grid.q_len > 1
