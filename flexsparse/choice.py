@@ -8,14 +8,19 @@ from torch import Tensor
 
 from flexsparse.address import FoldedHeads, Identity, folds_without_copy
 from flexsparse.arguments import tile_size
-from flexsparse.backends import Backend, Call, flash, flex, tiles
+from flexsparse.backends import Backend, Call, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.selection import Selection
 from flexsparse.shapes import next_power_of_two
 
-BackendName = Literal["auto", "flash", "flex", "tiles"]
+BackendName = Literal["auto", "flash", "flex", "tiles", "gather", "dense"]
 Pack = Literal["identity", "fold"]
-BACKENDS: dict[str, Backend] = {"flash": flash, "flex": flex, "tiles": tiles}
+BACKENDS: dict[str, Backend] = {
+    "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
+}  # fmt: skip
+# These visit no tiles, so nobody reads their lists by column.
+UNTILED = frozenset({"gather", "dense"})
+_UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
 _DEFAULT_TILE = (128, 128)
 
 
@@ -53,6 +58,11 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
         why.append(f"{name} was asked for")
+        if name in _UNORDERED and call.grads and call.device.type == "cuda":
+            why.append(
+                f"gradients of {_UNORDERED[name]} are summed by atomics: their last bits may differ "
+                "from run to run"
+            )
         return backend
     if call.device.type == "cpu":
         why.append(

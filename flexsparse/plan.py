@@ -17,9 +17,7 @@ from flexsparse.arguments import (
 )
 from flexsparse.backends import Backend, Call, Work
 from flexsparse.building import make
-from flexsparse.choice import (
-    BACKENDS,
-)
+from flexsparse.choice import BACKENDS, UNTILED
 from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
 from flexsparse.grid import Grid
@@ -195,7 +193,7 @@ class Plan(Shown):
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
         call = self._call(torch.is_grad_enabled() and wanted, need_lse, learned)
         self._refuse(backend, call)
-        if call.grads:
+        if call.grads and self.backend not in UNTILED:
             layout = self._with_columns(layout)
         q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         if layout.seen_keys is not None:

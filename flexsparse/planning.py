@@ -20,6 +20,7 @@ from flexsparse.arguments import (
 )
 from flexsparse.backends import Call
 from flexsparse.choice import (
+    UNTILED,
     BackendName,
     Pack,
     choose_address,
@@ -125,7 +126,7 @@ def make_plan(
         check_empty(empty),
         check_flag("sanitize", sanitize),
         Element(q.shape[3], v.shape[3], q.dtype.itemsize),
-        None if grads else 0,
+        None if grads and chosen.name not in UNTILED else 0,
     )
     plan = Plan(
         terms=terms,

@@ -71,6 +71,29 @@ def test_tiles_agree_with_the_reference_at_length(call: Call) -> None:
     judge(call, torch.device("cpu"), "tiles")
 
 
+SELECTED = st.sampled_from(("shared", "kv", "query"))
+
+
+@settings(max_examples=100, **SETTINGS)
+@given(calls(), SELECTED)
+def test_gathered_candidates_agree_with_the_reference(call: Call, sharing: str) -> None:
+    judge(dataclasses.replace(call, sharing=sharing), torch.device("cpu"), "gather")
+
+
+@settings(max_examples=100, **SETTINGS)
+@given(calls())
+def test_dense_agrees_with_the_reference(call: Call) -> None:
+    judge(call, torch.device("cpu"), "dense")
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, **SETTINGS)
+@given(calls(), SELECTED)
+def test_backends_without_tiles_agree_at_length(call: Call, sharing: str) -> None:
+    judge(call, torch.device("cpu"), "dense")
+    judge(dataclasses.replace(call, sharing=sharing), torch.device("cpu"), "gather")
+
+
 # On CPU each of these is one kernel: what they fix is code, what is drawn below is tensors.
 FUSED = [
     Call(rule="causal", sharing="kv", kv_block=16, q_len=65, kv_len=200, group=4, dtype=torch.bfloat16),
@@ -196,3 +219,13 @@ def test_tiles_agree_on_a_gpu(call: Call) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     judge(call, torch.device("cuda"), "tiles")
+
+
+@pytest.mark.gpu
+@settings(max_examples=150, **SETTINGS)
+@given(calls(), SELECTED)
+def test_backends_without_tiles_agree_on_a_gpu(call: Call, sharing: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    judge(call, torch.device("cuda"), "dense")
+    judge(dataclasses.replace(call, sharing=sharing), torch.device("cuda"), "gather")

@@ -36,6 +36,11 @@ class Call:
         """Whether a score rule changes scores."""
         return self.score is not None
 
+    @property
+    def selected(self) -> bool:
+        """Whether a selection says what is worth seeing."""
+        return self.program.member is not None
+
 
 class Work(NamedTuple):
     """A call in kernel coordinates: ``q [B, H, Q, D]``, ``k [B, G, S, D]``, ``v [B, G, S, Dv]``."""
@@ -49,6 +54,13 @@ class Work(NamedTuple):
     scale: float
     lse: bool
     grads: bool
+
+
+class Effort(NamedTuple):
+    """What a backend would multiply and move for a call: reckoned from counts, before anything is run."""
+
+    flops: float
+    bytes: float
 
 
 class Backend(Protocol):

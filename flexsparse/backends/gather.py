@@ -1,0 +1,210 @@
+"""The candidates of each query gathered and attended to densely: for tokens too scattered for tiles.
+
+No tile is visited: each query's list of keys is read key by key, and the query heads of a KV head share
+what is read. On CUDA that is one kernel, in which no gathered key is ever written out; with a score
+rule, in fp64 and on CPU it is plain torch, a few queries at a time. It stands behind custom operators,
+so that compiled user code goes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from flexsparse.address import Identity
+from flexsparse.backends import Call, Effort, Work
+from flexsparse.backends.candidates import Candidates
+from flexsparse.backends.gathered import BYTES_AT_ONCE, Gathered
+from flexsparse.backends.walk import computing
+from flexsparse.program import mask_of, score_of
+
+name = "gather"
+
+# The rows of a tensor core's tile: fewer query heads cost as much.
+_LEAST_HEADS = 16
+
+
+def refuses(call: Call) -> str | None:
+    """Why there is nothing to gather, or None."""
+    if not call.selected:
+        return (
+            "it gathers the candidates of a selection and this call has none (give one as select=)"
+        )
+    return None
+
+
+def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
+    """Any: it visits none."""
+    return tile
+
+
+def effort(
+    candidates: float, heads: tuple[int, int], dims: tuple[int, int], itemsize: int, grads: bool
+) -> Effort:
+    """What ``candidates`` (keys in lists, summed over batch, KV heads and queries) cost on CUDA.
+
+    Bytes are those of gathered keys and values, most of them from cache, and with ``grads`` those of the
+    fp32 atomics of dK and dV; flops count query heads as tensor cores do, in tiles of 16.
+    """
+    group = max(_LEAST_HEADS, heads[0] // heads[1])
+    flops, moved = 2 * group * sum(dims), sum(dims) * itemsize
+    if grads:
+        # Backward: scores anew, dP, dQ, dK, dV; keys and values read again, their gradients added.
+        flops, moved = flops + 2 * group * (3 * dims[0] + 2 * dims[1]), 2 * moved + 4 * sum(dims)
+    return Effort(candidates * flops, candidates * moved)
+
+
+def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    layout = work.layout
+    select, program, address, grid = layout.select, layout.program, layout.address, layout.grid
+    assert select is not None and program.member is not None
+    rule = program.of_rule_alone()
+    logical = Identity(address.heads, address.kv_heads)
+    score = None if work.score is None else replace(work.score, address=logical)
+    q = address.unpack(work.q, grid.batch)
+    k, v = (x.reshape(grid.batch, address.kv_heads, *x.shape[-2:]) for x in (work.k, work.v))
+    # Words of membership and who is empty are for kernels that visit tiles.
+    skipped = 1 + (program.reach is not None)
+    tables = [*layout.tables[: program.words_at], *layout.tables[program.words_at + skipped :]]
+    out, lse = torch.ops.flexsparse.gather_forward(
+        q,
+        k,
+        v,
+        select.indices,
+        [t.detach() for t in tables],
+        list(work.score_tables),
+        rule.key,
+        score.key if score else "",
+        [select.q_block, select.kv_block, program.reach or 0],
+        work.scale,
+    )
+    return address.pack(out, "q"), address.pack(lse, "q") if work.lse else None
+
+
+@custom_op("flexsparse::gather_forward", mutates_args=())
+def gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, mask_tables: list[Tensor],
+    score_tables: list[Tensor], mask_key: str, score_key: str, blocks: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out ``[B, Hq, Q, Dv]`` in q's dtype, lse ``[B, Hq, Q]`` in fp32 (fp64 for fp64)."""
+    candidates = _candidates(q, k, indices, mask_tables, mask_key, blocks)
+    if not _fused(q, v, score_key):
+        score = score_of(score_key)
+        return Gathered(q, k, v, candidates, score, score_tables, scale, computing(q)).forward()
+    from flexsparse.kernels import triton_gather
+
+    q, k, v = (_dense_last(x) for x in (q, k, v))
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    for first, keys in _lists(candidates, q):
+        triton_gather.forward(q, k, v, keys, first, out, lse, scale)
+    return out, lse
+
+
+@gather_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, mask_tables: list[Tensor],
+    score_tables: list[Tensor], mask_key: str, score_key: str, blocks: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return (
+        q.new_empty((*q.shape[:3], v.shape[-1])),
+        q.new_empty(q.shape[:3], dtype=computing(q)),
+    )
+
+
+@custom_op("flexsparse::gather_backward", mutates_args=())
+def gather_backward(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    indices: Tensor, mask_tables: list[Tensor], score_tables: list[Tensor], mask_key: str,
+    score_key: str, blocks: list[int], scale: float, learned: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """dq, dk, dv, and the gradients of the score's learned tensors."""
+    candidates = _candidates(q, k, indices, mask_tables, mask_key, blocks)
+    if not _fused(q, v, score_key):
+        score = score_of(score_key)
+        gathered = Gathered(q, k, v, candidates, score, score_tables, scale, computing(q))
+        return gathered.backward(grad_out, grad_lse, out, lse, learned)
+    from flexsparse.kernels import triton_gather
+
+    q, k, v = (_dense_last(x) for x in (q, k, v))
+    do = grad_out.to(q.dtype).contiguous()
+    delta = (do.float() * out.float()).sum(-1) - grad_lse.float()
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    for first, keys in _lists(candidates, q):
+        triton_gather.backward(q, k, v, keys, first, do, lse, delta, dq, dk, dv, scale)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), []
+
+
+@gather_backward.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    indices: Tensor, mask_tables: list[Tensor], score_tables: list[Tensor], mask_key: str,
+    score_key: str, blocks: list[int], scale: float, learned: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    d_learned = [torch.empty_like(t) for t, own in zip(score_tables, learned, strict=True) if own]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_learned
+
+
+def _candidates(
+    q: Tensor, k: Tensor, indices: Tensor, tables: list[Tensor], key: str, blocks: Sequence[int]
+) -> Candidates:
+    q_block, kv_block, reach = blocks
+    (batch, heads), (kv_heads, kv_len) = q.shape[:2], k.shape[1:3]
+    return Candidates(
+        indices, q_block, kv_block, reach, mask_of(key), tables, batch, heads, kv_heads, kv_len
+    )
+
+
+def _fused(q: Tensor, v: Tensor, score_key: str) -> bool:
+    """Whether the kernel can do it."""
+    if not q.is_cuda or score_key or q.dtype == torch.float64:
+        return False
+    from flexsparse.kernels.triton_gather import MOST_DIM
+
+    return max(q.shape[-1], v.shape[-1]) <= MOST_DIM
+
+
+def _lists(candidates: Candidates, q: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Lists of keys, of all queries at once or as many as may be listed at a time."""
+    batch, _, q_len, _ = q.shape
+    at_once = q_len
+    if not candidates.ready:
+        # Indices, keys and what the rule says of them stand side by side while lists are made.
+        cost = batch * candidates.lists * candidates.width * 32
+        at_once = max(1, BYTES_AT_ONCE["cuda"] // cost)
+    for first in range(0, q_len, at_once):
+        keys = candidates.visible(first, min(first + at_once, q_len))
+        yield first, _dense_last(keys)
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, indices, mask_tables, score_tables, *rest = inputs
+    ctx.masks = len(mask_tables)
+    ctx.rest = rest
+    ctx.learned = [t.requires_grad for t in score_tables]
+    ctx.save_for_backward(q, k, v, *output, indices, *mask_tables, *score_tables)
+    ctx.set_materialize_grads(True)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, indices, *tables = ctx.saved_tensors
+    masks, scores = tables[: ctx.masks], tables[ctx.masks :]
+    dq, dk, dv, d_learned = torch.ops.flexsparse.gather_backward(
+        grad_out, grad_lse, q, k, v, out, lse, indices, masks, scores, *ctx.rest, ctx.learned
+    )
+    learned = iter(d_learned)
+    d_tables = [next(learned) if own else None for own in ctx.learned]
+    return dq, dk, dv, None, [None] * ctx.masks, d_tables, None, None, None, None
+
+
+gather_forward.register_autograd(_differentiate, setup_context=_keep)
