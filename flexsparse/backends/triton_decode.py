@@ -21,6 +21,23 @@ _MOST_STAGES = 4
 
 
 @triton.jit
+def _slots(step, TILE: tl.constexpr, KEYS: tl.constexpr):
+    """Where in a walk the keys of a step stand: one place, or one each where tiles are smaller."""
+    if KEYS <= TILE:
+        return step // (TILE // KEYS)
+    else:
+        return step * (KEYS // TILE) + tl.arange(0, KEYS) // TILE
+
+
+@triton.jit
+def _listed(some_at, full_at, slot, masked, total):
+    """The tiles at places of the walk: through the partial list, then the full one."""
+    tile = tl.load(some_at + slot, mask=slot < masked, other=0)
+    rest = (slot >= masked) & (slot < total)
+    return tile + tl.load(full_at + slot - masked, mask=rest, other=0)
+
+
+@triton.jit
 def _walk(
     q, k, v, some, some_at, full, full_at, mask, out, lse,
     scale, rows, q_len, kv_len, lane_heads,
@@ -67,29 +84,25 @@ def _walk(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-    for step in range(first, tl.minimum(first + share, steps)):
+    last = tl.minimum(first + share, steps)
+    tile = _listed(some_at, full_at, _slots(first, TILE, KEYS), masked, total)
+    for step in range(first, last):
+        # Asked for a step ahead, so that what is read of K and V never waits for where it stands.
+        ahead = _listed(some_at, full_at, _slots(step + 1, TILE, KEYS), masked, total)
+        slot = _slots(step, TILE, KEYS)
         if KEYS <= TILE:
-            slot = step // (TILE // KEYS)
-            tile = tl.load(some_at + slot, mask=slot < masked, other=0)
-            tile += tl.load(full_at + slot - masked, mask=slot >= masked, other=0)
-            inside = step % (TILE // KEYS) * KEYS
-            start = tile.to(tl.int64) * TILE + inside
+            within = step % (TILE // KEYS) * KEYS + n
+            start = tile.to(tl.int64) * TILE + step % (TILE // KEYS) * KEYS
             k_at = k + start * k_n + n[:, None] * k_n + d[None, :] * k_d
             v_at = v + start * v_n + n[:, None] * v_n + dv[None, :] * v_d
             live = n < kv_len - start
-            within = inside + n
         else:
-            # Several small tiles in one step.
-            slot = step * (KEYS // TILE) + n // TILE
-            tile = tl.load(some_at + slot, mask=slot < masked, other=0)
-            tile += tl.load(
-                full_at + slot - masked, mask=(slot >= masked) & (slot < total), other=0
-            )
             within = n % TILE
             key = tile.to(tl.int64) * TILE + within
             k_at = k + key[:, None] * k_n + d[None, :] * k_d
             v_at = v + key[:, None] * v_n + dv[None, :] * v_d
             live = (slot < total) & (key < kv_len)
+        tile = ahead
 
         if EVEN and D == D_PAD:
             keys = tl.load(k_at)
