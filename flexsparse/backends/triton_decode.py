@@ -37,21 +37,21 @@ def _listed(some_at, full_at, slot, masked, total):
     return tile + tl.load(full_at + slot - masked, mask=rest, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _walk(
     q, k, v, some, some_at, full, full_at, mask, out, lse,
-    scale, rows, q_len, kv_len, lane_heads,
+    scale, splits, rows, q_len, kv_len, lane_heads,
     some_b, some_h, some_at_b, some_at_h, full_b, full_h, full_at_b, full_at_h,
     q_b, q_h, q_i, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     mask_b, mask_h, mask_w, mask_g, mask_i,
-    GROUP: tl.constexpr, SHARING: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, SHARING: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
-    split = part % SPLITS
-    lane = part // SPLITS
+    split = part % splits
+    lane = part // splits
     b = (lane // lane_heads).to(tl.int64)
     lane_h = lane % lane_heads
     h = (lane_h // SHARING).to(tl.int64)
@@ -78,7 +78,7 @@ def _walk(
     full_at += b * full_at_b + lane_h * full_at_h
     # Equal shares of what this lane lists, whatever there is room for.
     steps = tl.cdiv(total * TILE, KEYS)
-    share = tl.cdiv(steps, SPLITS)
+    share = tl.cdiv(steps, splits)
     first = split * share
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -144,12 +144,11 @@ def _walk(
     acc = acc / divisor[:, None]
     height = tl.where(found, peak + tl.log2(divisor), float("-inf"))
     at = part.to(tl.int64) * rows + row
-    if SPLITS == 1:
-        # 1 / log2(e): sums of powers of two as natural logarithms.
+    if ALONE:
+        # Sums of powers of two as natural logarithms.
         tl.store(lse + at, height * 0.6931471805599453, mask=exists)
     else:
         tl.store(lse + at, height, mask=exists)
-    if SPLITS > 1:
         # What a part without weight would hold is not read.
         exists = exists & found
     tl.store(
@@ -159,24 +158,24 @@ def _walk(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(
-    parts, heights, out, lse, rows,
-    SPLITS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr,
+    parts, heights, out, lse, splits, rows,
+    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
-    first = at // rows * SPLITS * rows + at % rows
+    first = at // rows * splits * rows + at % rows
     split = tl.arange(0, WIDTH)
-    height = tl.load(heights + first + split * rows, mask=split < SPLITS, other=float("-inf"))
+    height = tl.load(heights + first + split * rows, mask=split < splits, other=float("-inf"))
     peak = tl.max(height, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(tl.exp2(height - base), 0)
     dv = tl.arange(0, DV_PAD)
     acc = tl.zeros([DV_PAD], tl.float32)
-    for start in range(0, SPLITS, AT_ONCE):
+    for start in range(0, WIDTH, AT_ONCE):
         s = start + tl.arange(0, AT_ONCE)
-        some = tl.load(heights + first + s * rows, mask=s < SPLITS, other=float("-inf"))
+        some = tl.load(heights + first + s * rows, mask=s < splits, other=float("-inf"))
         weight = tl.exp2(some - base)
         part = tl.load(
             parts + (first + s * rows)[:, None] * DV + dv[None, :],
@@ -230,10 +229,10 @@ def launch(
     walk: Any = _walk
     walk[(lanes.number * splits,)](
         q, k, v, some, some_at, full, full_at, asks, parts, heights,
-        scale * math.log2(math.e), rows, q.shape[2], k.shape[2], lanes.heads,
+        scale * math.log2(math.e), splits, rows, q.shape[2], k.shape[2], lanes.heads,
         *(step for x in lists for step in _steps(x, 2)), *q.stride(), *k.stride(), *v.stride(),
         *(_steps(asks, 5) if mask is not None else (0,) * 5),
-        GROUP=lanes.group, SHARING=lanes.sharing, SPLITS=splits, TILE=kv_tile, KEYS=keys,
+        GROUP=lanes.group, SHARING=lanes.sharing, ALONE=splits == 1, TILE=kv_tile, KEYS=keys,
         ROWS=max(16, next_power_of_two(rows)), D=q.shape[-1], D_PAD=pads[0], DV=width_v,
         DV_PAD=pads[1], HAS_MASK=mask is not None,
         EVEN=k.shape[2] % kv_tile == 0 and keys <= kv_tile,
@@ -243,7 +242,7 @@ def launch(
     if splits > 1:
         join: Any = _join
         join[(lanes.number * rows,)](
-            parts, heights, out, lse, rows, SPLITS=splits, WIDTH=next_power_of_two(splits),
+            parts, heights, out, lse, splits, rows, WIDTH=next_power_of_two(splits),
             AT_ONCE=min(32, next_power_of_two(splits)), DV=width_v, DV_PAD=pads[1],
             num_warps=4,
         )  # fmt: skip
