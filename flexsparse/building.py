@@ -143,7 +143,9 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
-        geometry = Geometry(*span[:2], select.q_block, select.kv_block, *span[2:])
+        # One row of candidates stands for all queries, as a block over every row of tiles does.
+        q_block = span.tiles[0] * span.q_tile if select.rows == 1 else select.q_block
+        geometry = Geometry(*span[:2], q_block, select.kv_block, *span[2:])
         *counts, bits, words = row_tiles(
             select.indices,
             select.candidates,

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from flexsparse.address import FoldedHeads, Identity, folds_without_copy
 from flexsparse.arguments import tile_size
-from flexsparse.backends import Backend, Call, dense, flash, flex, gather, tiles
+from flexsparse.backends import Backend, Call, decode, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.selection import Selection
 from flexsparse.shapes import next_power_of_two
 
-BackendName = Literal["auto", "flash", "flex", "tiles", "gather", "dense"]
+BackendName = Literal["auto", "decode", "flash", "flex", "tiles", "gather", "dense"]
 Pack = Literal["identity", "fold"]
 BACKENDS: dict[str, Backend] = {
-    "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
+    "decode": decode, "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
 }  # fmt: skip
 # These visit no tiles, so nobody reads their lists by column.
 UNTILED = frozenset({"gather", "dense"})
@@ -70,6 +70,9 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
             "nor lse (backend='flex' takes it, forward only)"
         )
         return tiles
+    if decode.refuses(call) is None:
+        why.append("decode: few queries, whose lists of keys are shared out over the whole device")
+        return decode
     refusal = flash.refuses(call)
     if refusal is None and call.q_len < flash.TILE:
         refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
@@ -90,7 +93,10 @@ def choose_tile(
     backend: Backend,
     call: Call,
     why: list[str],
+    select: Selection | None = None,
 ) -> tuple[int, int]:
+    if tile is None and (backend is decode or (backend is flex and flex.decodes(call))):
+        return _decoding_tile(backend, call, why, select)
     wanted = asked = _DEFAULT_TILE if tile is None else tile_size(tile)
     # What is past the lengths would be evaluated, and held, for nothing.
     largest = [max(d, next_power_of_two(n)) for d, n in zip(_DEFAULT_TILE, lengths, strict=True)]
@@ -105,4 +111,17 @@ def choose_tile(
             f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside: what "
             f"{backend.name} computes at once{' in its backward' if call.grads else ''}"
         )
+    return given
+
+
+def _decoding_tile(
+    backend: Backend, call: Call, why: list[str], select: Selection | None
+) -> tuple[int, int]:
+    """As few rows as a kernel has, and as many keys as a candidate: no page is read for its neighbour."""
+    keys = decode.KEYS if select is None else select.kv_block
+    # torch's decoding kernel counts all query heads of a KV head as rows of its tile.
+    rows = call.q_len * call.group if backend is flex else call.q_len
+    given = max(16, next_power_of_two(rows)), decode.tile_for((16, keys), call)[1]
+    blocks = "without a selection" if select is None else f"for blocks of {select.kv_block}"
+    why.append(f"tiles of {given[0]}x{given[1]}: few queries, {blocks}")
     return given

@@ -117,7 +117,7 @@ def make_plan(
         score_code,
     )
     chosen = choose_backend(backend, call, reasons)
-    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
+    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons, selection)
     terms = Terms(
         program,
         grid,

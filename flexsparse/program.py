@@ -30,16 +30,18 @@ Offset = Literal["none", "shared", "batch"]
 
 @dataclass(frozen=True)
 class Member:
-    """The form of a selection's membership words."""
+    """The form of a selection's membership words; ``one_row``: all queries share one row of it."""
 
     batch: int
     heads: int
     q_block: int
     kv_block: int
+    one_row: bool
 
     @property
     def key(self) -> str:
-        return f"{self.batch}.{self.heads}.{self.q_block}.{self.kv_block}"
+        blocks = f"{self.q_block}.{self.kv_block}.{int(self.one_row)}"
+        return f"{self.batch}.{self.heads}.{blocks}"
 
     def holds(
         self, words: Tensor, address: Identity, b: Tensor, h: Tensor, row: Tensor, kv: Tensor
@@ -166,7 +168,8 @@ class MaskProgram:
         """Whether a listed tile can hold pairs that are no candidates: not if it lies within one."""
         if self.member is None:
             return False
-        whole = not self.member.q_block % block_size[0] and not self.member.kv_block % block_size[1]
+        rows_within = self.member.one_row or not self.member.q_block % block_size[0]
+        whole = rows_within and not self.member.kv_block % block_size[1]
         return not whole or self.reach is not None
 
     def gathers(self, block_size: Sequence[int]) -> int:
@@ -272,7 +275,13 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def member_of(select: Selection) -> Member:
-    return Member(select.indices.shape[0], select.heads, select.q_block, select.kv_block)
+    return Member(
+        select.indices.shape[0],
+        select.heads,
+        select.q_block,
+        select.kv_block,
+        one_row=select.rows == 1,
+    )
 
 
 def mask_program(
@@ -303,6 +312,11 @@ def score_program(address: Identity, grid: Grid, score: ScoreRule | None) -> Sco
     return ScoreProgram(address, offset_kind(grid), traced)
 
 
+def _member(key: str) -> Member:
+    batch, heads, q_block, kv_block, one_row = map(int, key.split("."))
+    return Member(batch, heads, q_block, kv_block, one_row=bool(one_row))
+
+
 @cache
 def mask_of(key: str) -> MaskProgram:
     """The program of a key, without tensors: all that a custom operator is told of it."""
@@ -312,7 +326,7 @@ def mask_of(key: str) -> MaskProgram:
         address=address_of("/".join(address)),
         offset=cast(Offset, offset),
         rule=None if rule == "any" else code_of(rule),
-        member=None if member == "all" else Member(*map(int, member.split("."))),
+        member=None if member == "all" else _member(member),
         reach=int(reach) or None,
     )
 

@@ -32,6 +32,11 @@ class Call:
     score: ScoreProgram | None
 
     @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.program.address.group
+
+    @property
     def scored(self) -> bool:
         """Whether a score rule changes scores."""
         return self.score is not None

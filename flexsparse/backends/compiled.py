@@ -30,9 +30,10 @@ def kept(
     otherwise vary. On CUDA the second set of sizes of a kind gets a kernel
     for all of them. On CPU sizes are static: torch's CPU template writes wrong code for some that vary.
     """
+    assert isinstance(body, types.FunctionType)
     tensors = _flat(call)
     kind = (
-        body.__code__.co_filename,
+        body.__name__,
         kind,
         torch.is_grad_enabled(),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous(), t.device) for t in tensors),
@@ -46,7 +47,6 @@ def kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    assert isinstance(body, types.FunctionType)
     own = types.FunctionType(
         body.__code__.replace(co_name=f"{body.__name__}_{len(_kernels)}"),
         body.__globals__,

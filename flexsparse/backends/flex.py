@@ -20,13 +20,17 @@ from flexsparse.errors import CompileError
 from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.rules import MaskMod
+from flexsparse.shapes import next_power_of_two
 
 name = "flex"
 
 # The tiles of torch's own backward on 16-bit inputs: lists must be whole multiples of them.
 TRAINING_TILE = 128
-# Query rows that torch's decoding kernel can hold for one KV head, and the row tile it needs.
+# Query rows that torch's decoding kernel can hold for one KV head.
 DECODE_ROWS = 128
+# Keys that it takes in one step, and bytes of them with which four steps fit into shared memory.
+_DECODE_KEYS = 64
+_DECODE_BYTES = 2**15
 
 
 def refuses(call: Call) -> str | None:
@@ -52,9 +56,45 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
     return (math.ceil(tile[0] / unit) * unit, math.ceil(tile[1] / unit) * unit)
 
 
+def decodes(call: Call) -> bool:
+    """Whether queries are so few that torch's decoding kernel, which splits the keys, can take them."""
+    few = call.q_len < DECODE_ROWS and _decode_rows(call.q_len, call.group) <= DECODE_ROWS
+    return call.device.type == "cuda" and not call.grads and few and _is_power(call.group)
+
+
+def _decode_rows(q_len: int, group: int) -> int:
+    """Rows of its tile: all queries of a KV head."""
+    return max(16, next_power_of_two(q_len * group))
+
+
+def _is_power(n: int) -> bool:
+    return n == next_power_of_two(n)
+
+
+def _decoding(work: Work, speech: Speech) -> bool:
+    """Whether this work goes to torch's decoding kernel: its heads share a list, its tile fits."""
+    q, k, layout = work.q, work.k, work.layout
+    group = q.shape[1] // k.shape[1]
+    q_tile, kv_tile = layout.block_size
+    rows = _decode_rows(q.shape[2], group)
+    return (
+        speech is PLAIN
+        and q.is_cuda
+        and not work.grads
+        and q.shape[2] < DECODE_ROWS
+        and rows <= DECODE_ROWS
+        and q_tile % rows == 0
+        and _is_power(group)
+        and (kv_tile % _DECODE_KEYS == 0 or kv_tile in (16, 32))
+        and (group == 1 or layout.kv_indices.shape[1] == 1)
+    )
+
+
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
     gathers = work.layout.program.gathers(work.layout.block_size)
     gathers += work.score.score.gathers if work.score else 0
+    if _decoding(work, PLAIN):
+        return run_with(work, _decode_options(work, gathers))
     return run_with(work, kernel_options(work.layout, work.q, work.k, gathers))
 
 
@@ -97,7 +137,8 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
     program, scale, want_lse = speech.mask(work.layout.program), work.scale, work.lse
     score = None if work.score is None else speech.score(work.score)
     block_size = work.layout.block_size
-    split = _reading(work, speech)
+    split, layout = _reading(work, speech), work.layout
+    decoding = _decoding(work, speech)
     pointed = [speech.points and t.ndim == 0 for t in work.layout.tables]
 
     def flex(
@@ -110,7 +151,10 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
         keywords: dict[str, Any] = {
             "score_mod": None if score is None else _score_mod(score, score_tables, split),
             "block_mask": as_block_mask(
-                lists, lengths, block_size, _mask_mod(program, tables, pointed, block_size)
+                _partial_only(lists, layout) if decoding else lists,
+                lengths,
+                block_size,
+                _mask_mod(program, tables, pointed, block_size),
             ),
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
@@ -122,6 +166,24 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
         return out, aux.lse
 
     return flex
+
+
+def _partial_only(lists: list[Tensor], layout: Layout) -> list[Tensor | None]:
+    """All tiles as partial ones: torch's decoding kernel shares those out evenly, but full ones by
+    where their keys would stand if all were listed."""
+    some, some_at, full, full_at = lists[:4]
+    program = layout.program
+    if program.rule is None and not program.asks_member(layout.block_size):
+        return [full, full_at, None, None]
+    width = min(layout.span.tiles[1], some_at.shape[-1] + full_at.shape[-1])
+    slot = torch.arange(width, dtype=torch.int32, device=some.device).expand(*some.shape, -1)
+
+    def at(indices: Tensor, place: Tensor) -> Tensor:
+        return indices.gather(-1, place.clamp(0, indices.shape[-1] - 1).to(torch.int64))
+
+    before = some[..., None]
+    joined = torch.where(slot < before, at(some_at, slot), at(full_at, slot - before))
+    return [some + full, joined.contiguous(), None, None]
 
 
 def _mask_mod(
@@ -205,12 +267,17 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
     elif not (q.shape[2] % 128 or k.shape[2] % 128):
         # And keeps them where it compiles for lengths that vary: a quarter of a backward's time.
         options["IS_DIVISIBLE"] = True
-    group = q.shape[1] // k.shape[1]
-    rows = 1 << (q.shape[2] * group - 1).bit_length()
-    odd = "fwd_BLOCK_M" in options or not options.get("IS_DIVISIBLE", True)
-    if q.shape[2] < DECODE_ROWS and (odd or rows > DECODE_ROWS or q_tile % DECODE_ROWS):
+    if q.shape[2] < DECODE_ROWS:
         options["FORCE_USE_FLEX_ATTENTION"] = True
     return options
+
+
+def _decode_options(work: Work, gathers: int) -> dict[str, Any]:
+    """Measured on Hopper: four stages of four warps come nearest to the memory's pace."""
+    key_bytes = (work.q.shape[-1] + work.v.shape[-1]) * work.q.element_size()
+    if gathers > 1 or _DECODE_KEYS * key_bytes > _DECODE_BYTES:
+        return {"num_stages": 1}
+    return {"num_stages": 4, "num_warps": 4}
 
 
 def _enter(
@@ -250,6 +317,7 @@ def _kernel(
         work.scale,
         work.lse,
         tuple(told.items()),
+        _decoding(work, speech),
         tuple(_reading(work, speech)),
         *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
