@@ -132,7 +132,7 @@ def forward(
     ``keys [B or 1, 1 | Hkv | Hq, n, w]`` int32 are the lists of those queries; -1 is no key, and is
     not read.
     """
-    grid, sizes = _sizes(q, k, v, keys)
+    grid, sizes = _sizes(q, k, v, keys, grads=False)
     kernel: Any = _forward
     kernel[grid](
         q, k, v, keys, out, lse, *_strides(q, k, v, keys), *out.stride()[:3], *lse.stride()[:2],
@@ -149,7 +149,7 @@ def backward(
 
     ``delta [B, Hq, Q]``: the sum of do times out, less the gradient of lse.
     """
-    grid, sizes = _sizes(q, k, v, keys)
+    grid, sizes = _sizes(q, k, v, keys, grads=True)
     kernel: Any = _backward
     kernel[grid](
         q, k, v, keys, do, lse, delta, dq, dk, dv, *_strides(q, k, v, keys), *do.stride()[:3],
@@ -171,17 +171,24 @@ def _strides(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> list[int]:
 
 
 def _sizes(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, grads: bool
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """The grid, and the tile of query heads and keys that a program holds."""
     lists, group, _ = _sharing(q, k, keys)
     dims = [max(16, next_power_of_two(n)) for n in (q.shape[-1], v.shape[-1])]
-    large = q.element_size() > 2 or max(dims) > 128
-    m = min(max(16, next_power_of_two(group)), 32 if large else 128)
-    n = 32 if large or m < 64 else 64
+    m, n, warps, stages = _tile(group, max(dims), q.element_size(), grads)
     grid = (keys.shape[2], -(-group // m), q.shape[0] * lists)
     return grid, {
         "M": m, "N": n, "D": dims[0], "DV": dims[1],
         "PRECISION": "ieee" if q.element_size() > 2 else "tf32",
-        "num_warps": 8 if m > 64 else 4, "num_stages": 2 if large else 3,
+        "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
+
+
+def _tile(group: int, dim: int, itemsize: int, grads: bool) -> tuple[int, int, int, int]:
+    """Query heads, keys, warps and stages that fit into registers and shared memory."""
+    if itemsize > 2 or dim > 128:
+        m = min(max(16, next_power_of_two(group)), 32)
+        return (m, 16, 4, 1) if grads else (m, 32, 4, 2)
+    m = min(max(16, next_power_of_two(group)), 128)
+    return m, 32 if m < 64 else 64, 8 if m > 64 else 4, 2 if grads else 3
