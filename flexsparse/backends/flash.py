@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib.util import find_spec
+from types import CodeType
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from flexsparse.backends import Call, Work, flex
 from flexsparse.backends.flash_words import mask_in_words, score_in_words, unknown
@@ -51,7 +53,8 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
-    return flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
+    out, lse = flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
+    return out, lse if lse is None else lse * _lse_unit()
 
 
 @cache
@@ -61,6 +64,17 @@ def installed() -> bool:
         return find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:
         return False
+
+
+@cache
+def _lse_unit() -> float:
+    """By what torch's lse of these kernels is to be multiplied for a natural one.
+
+    They give a natural lse. torch before 2.13 took it for one of base 2, and converted it once more.
+    """
+    inner = (c for c in flex_attention.__code__.co_consts if isinstance(c, CodeType))
+    asks = any("stats_are_log2" in code.co_varnames for code in inner)
+    return 1.0 if asks else 1 / math.log(2)
 
 
 def _unsaid(program: MaskProgram, score: ScoreProgram | None) -> str | None:
