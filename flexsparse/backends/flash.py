@@ -14,7 +14,6 @@ from types import CodeType
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from flexsparse.backends import Call, Work, flex
 from flexsparse.backends.flash_words import mask_in_words, score_in_words, unknown
@@ -72,6 +71,8 @@ def _lse_unit() -> float:
 
     They give a natural lse. torch before 2.13 took it for one of base 2, and converted it once more.
     """
+    from torch.nn.attention.flex_attention import flex_attention
+
     inner = (c for c in flex_attention.__code__.co_consts if isinstance(c, CodeType))
     asks = any("stats_are_log2" in code.co_varnames for code in inner)
     return 1.0 if asks else 1 / math.log(2)

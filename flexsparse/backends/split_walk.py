@@ -8,6 +8,7 @@ and leave a Partial each; the joining goes through them in order, so the same in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,20 @@ def splits_for(lanes: int, steps: int, device: torch.device) -> int:
     processors = _CPU_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(steps, _PROGRAMS_EACH * processors // lanes))
+    return _shared_out(lanes, steps, processors)
+
+
+@lru_cache(maxsize=256)
+def _shared_out(lanes: int, steps: int, processors: int) -> int:
+    """The splits whose rounds of programs take the fewest steps, each with one to begin, and one more
+    where what the splits found has to be joined."""
+
+    def took(splits: int) -> int:
+        rounds = ceil_div(lanes * splits, processors)
+        return rounds * (ceil_div(steps, splits) + 1) + (splits > 1)
+
+    most = max(1, min(steps, _PROGRAMS_EACH * processors // lanes))
+    return min(range(1, most + 1), key=took)
 
 
 def walk(
