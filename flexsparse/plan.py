@@ -164,7 +164,9 @@ class Plan(Shown):
         """
         check_chunk(self.terms, start, stop)
         ahead = self._looked_ahead()
-        layout = self.first if layout is None else layout
+        if layout is None and self.first is not None:
+            current = self.first.versions.current
+            layout = self.first if current else self.layout(self.first.select)
         if layout is not None:
             check_own(self, layout, "layout")
             layout.refuse_outdated()
