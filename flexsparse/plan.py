@@ -188,11 +188,12 @@ class Plan(Shown):
         """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
         if torch.compiler.is_compiling():
             return self.ahead
-        if self.whole is not None:
+        moving = self.ahead.past is not None and on_device_only(self.device)
+        if self.whole is not None or moving:
             if not self.ahead.versions.current:
+                what = "graph: call plan.layout outside it" if moving else "chunk: cut it anew"
                 raise LayoutError(
-                    "a tensor of the rule or q_offset has changed since this chunk was cut: cut it anew, "
-                    "with plan.chunk"
+                    f"a tensor of the rule or q_offset has changed, unknown to this {what}"
                 )
             return self.ahead
         counts = self.program.counts_changes(self.grid)
