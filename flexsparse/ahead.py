@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,14 @@ class Terms(NamedTuple):
         """Whether single queries and keys decide, so that pairs have to be evaluated."""
         return self.program.reach is not None or self.empty == "error" or self.sanitize
 
+    @property
+    def moves(self) -> bool:
+        """Whether positions can be advanced in place: the offset is a tensor of the device, and
+        neither gradients nor single queries are asked about."""
+        offset = self.grid.q_offset
+        here = isinstance(offset, Tensor) and offset.device == self.device
+        return here and self.columns == 0 and not self.asks_queries
+
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
@@ -56,12 +64,30 @@ class Ahead:
 
     Without a selection that is the whole layout: ``lists`` of torch's, in kernel coordinates. Beside
     one it is ``codes [B or 1, Hq or 1, R, C]`` in logical axes; None where every tile is full.
+
+    Once positions have advanced there is ``past``, 0-d bool, whether any would have left the keys; the
+    tensors then stay the same ones, as a captured graph may read and write them.
     """
 
     versions: Versions
     tables: FixedTables
     codes: Tensor | None
     lists: list[Tensor] | None
+    past: Tensor | None = None
+
+    def renewed(self, new: Ahead) -> Ahead:
+        """What ``new`` holds; in the tensors of this one, once positions have advanced."""
+        if self.past is None:
+            return new
+        for mine, theirs in zip(self._tensors, new._tensors, strict=True):
+            if mine.data_ptr() != theirs.data_ptr():
+                mine.copy_(theirs)
+        return replace(self, versions=new.versions)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        codes = [] if self.codes is None else [self.codes]
+        return [*self.tables.offset, *self.tables.rule, *codes, *(self.lists or ())]
 
 
 @lasting
@@ -77,6 +103,14 @@ def look_ahead(terms: Terms) -> Ahead:
             tiles = rule_tiles(program, program.tables(tables), grid, span, axes, device)
         # Which keys nobody sees is read by column.
         lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
+        if terms.moves:
+            # At a later position a row may need any width.
+            lists = [_wide(x, span.tiles[1]) if i % 2 else x for i, x in enumerate(lists)]
     elif program.rule is not None and not terms.asks_queries:
         codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
     return Ahead(versions, tables, codes, lists)
+
+
+def _wide(indices: Tensor, columns: int) -> Tensor:
+    missing = columns - indices.shape[-1]
+    return torch.nn.functional.pad(indices, (0, missing)) if missing else indices

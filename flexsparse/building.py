@@ -123,7 +123,7 @@ def of_rule(terms: Terms, ahead: Ahead, lists: list[Tensor]) -> Layout:
         partial_num, partial_idx, full_num, full_idx = lists[4:]
         degrees = torch.stack([partial_num, full_num])
         columns = ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)
-    return _assembled(
+    return assembled(
         terms, ahead, None, tables, lists[:4], columns, has_empty_row=has_empty_row, seen_keys=keys
     )
 
@@ -132,14 +132,13 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     """Rule and selection met tile by tile, on the device alone."""
     program, span = terms.program, terms.span
     codes = None if ahead.codes is None else (ahead.codes.shape[0], ahead.codes.shape[1])
-    lists = _lists(terms, select, codes)
+    lists = lists_for(terms, select, codes)
     words = None
     if select is None:
         shape = (1, 1, *span.tiles)
         code = torch.full(shape, FULL, device=terms.device) if codes is None else ahead.codes
         assert code is not None
-        code = lists.of(code)
-        maps = torch.stack([(code != EMPTY) & (code != FULL), code == FULL])
+        maps = maps_of(lists.of(code))
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
@@ -155,11 +154,16 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
             words=program.asks_member(terms.block_size),
         )
     tables = program.tables(ahead.tables, words)
-    columns = _by_column(terms, bits) if terms.columns != 0 else None
-    return _assembled(terms, ahead, select, tables, counts, columns)
+    columns = by_column(terms, bits) if terms.columns != 0 else None
+    return assembled(terms, ahead, select, tables, counts, columns)
 
 
-def _assembled(
+def maps_of(codes: Tensor) -> Tensor:
+    """bool ``[2, B, H, R, C]``: the tiles of which a rule allows some pairs, and all."""
+    return torch.stack([(codes != EMPTY) & (codes != FULL), codes == FULL])
+
+
+def assembled(
     terms: Terms,
     ahead: Ahead,
     select: Selection | None,
@@ -188,17 +192,17 @@ def _assembled(
         seen_keys=seen_keys,
         select=select,
         element=terms.element,
-        versions=_versions(ahead, select),
+        versions=versions_of(ahead, select),
     )
 
 
-def _by_column(terms: Terms, bits: Tensor) -> ColumnTiles:
+def by_column(terms: Terms, bits: Tensor) -> ColumnTiles:
     """The lists by column, with the room that the terms give them."""
     rows, columns = terms.span.tiles
     return column_tiles(bits, columns, terms.columns or rows)
 
 
-def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None) -> Lists:
+def lists_for(terms: Terms, select: Selection | None, codes: tuple[int, int] | None) -> Lists:
     address, grid = terms.program.address, terms.grid
     batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
     made_from = [codes or (1, 1)]
@@ -211,7 +215,7 @@ def _lists(terms: Terms, select: Selection | None, codes: tuple[int, int] | None
     return Lists(batch if own_batch else 1, heads if own_heads else 1, address.fold, address.heads)
 
 
-def _versions(ahead: Ahead, select: Selection | None) -> Versions:
+def versions_of(ahead: Ahead, select: Selection | None) -> Versions:
     """Of all that the tiles depend on: of candidates too, unless a graph is to see them change."""
     if select is None or on_device_only(select.indices.device):
         return ahead.versions
@@ -274,7 +278,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
             refuse_empty(seen, address, grid)
     keys = seen_keys_of(tiles, covered.keys, lists, span, address) if terms.sanitize else None
     by_row = [*compress(maps[0]), *compress(maps[1])]
-    columns = _by_column(terms, pack_bits(maps)) if terms.columns != 0 else None
-    return _assembled(
+    columns = by_column(terms, pack_bits(maps)) if terms.columns != 0 else None
+    return assembled(
         terms, ahead, select, tables, by_row, columns, has_empty_row=has_empty_row, seen_keys=keys
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,27 +10,27 @@ from torch import Tensor
 
 from flexsparse.address import Identity
 from flexsparse.ahead import Ahead, Terms, look_ahead
-from flexsparse.arguments import (
-    check_flag,
-    check_qkv,
-    check_selection,
-)
+from flexsparse.arguments import check_flag, check_qkv
 from flexsparse.backends import Backend, Call, Work
 from flexsparse.building import make
 from flexsparse.choice import BACKENDS, UNTILED
+from flexsparse.chunks import check_chunk, chunk_ahead, chunk_layout, chunk_terms
 from flexsparse.device import autocast_dtype
-from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError, ShapeError
+from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError
+from flexsparse.fitting import check_own, check_select, check_tensors
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
+from flexsparse.moving import Step, check_step, move, ready, refuse_past
 from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import describe
-from flexsparse.program import MaskProgram, ScoreProgram, member_of
+from flexsparse.program import MaskProgram, ScoreProgram, member_of, offset_kind
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 from flexsparse.shown import Shown
+from flexsparse.updating import Rows, check_rows, update
 
 
 class Result(NamedTuple):
@@ -70,6 +70,8 @@ class Plan(Shown):
     reasons: tuple[str, ...]
     ahead: Ahead
     first: Layout | None
+    whole: Plan | None = None
+    """The plan that this one is a chunk of."""
 
     @property
     def grid(self) -> Grid:
@@ -91,49 +93,111 @@ class Plan(Shown):
     def device(self) -> torch.device:
         return self.terms.device
 
-    def layout(self, select: Selection | None = None) -> Layout:
-        """The layout of a selection of the kind this plan was made for; nothing else is decided."""
-        heads = self.shape[:2]
-        if isinstance(select, Selector):
-            raise ArgumentError(
-                "plan.layout needs a Selection, got a Selector: selector.select(q, k, plan.grid, "
-                "plan.rule) makes one"
-            )
-        member = self.program.member
-        if (select is None) != (member is None):
-            wanted = "none" if member is None else "one"
-            raise LayoutError(
-                f"this plan was made for {wanted} selection: make a plan for calls "
-                f"{'with' if member is None else 'without'} one"
-            )
-        if select is not None and member is not None:
-            check_selection(select, self.grid, heads)
-            if not self.takes(select):
-                raise LayoutError(
-                    f"this plan was made for selections with batch {member.batch}, heads "
-                    f"{member.heads} and blocks ({member.q_block}, {member.kv_block}), got batch "
-                    f"{select.indices.shape[0]}, heads {select.heads} and blocks "
-                    f"({select.q_block}, {select.kv_block}): make a plan for it"
-                )
-            if select.indices.device != self.device:
-                raise ShapeError(
-                    f"select is on {select.indices.device} but the plan on {self.device}: move it "
-                    "with select.to(device)"
-                )
+    def layout(
+        self,
+        select: Selection | None = None,
+        *,
+        into: Layout | None = None,
+        rows: Rows | None = None,
+    ) -> Layout:
+        """The layout of a selection of the kind this plan was made for; nothing else is decided.
+
+        With ``into``, an earlier layout of this plan, it is written into the tensors of that one, which
+        is returned and stands for ``select`` from then on: a captured graph that reads them sees the
+        new tiles. If of all rows of the selection only ``rows`` have other candidates (a range or an
+        int tensor ``[n]``, -1 for none), only the tiles that they meet are written.
+        """
+        check_select(self, select)
         ahead = self._looked_ahead()
-        if select is None and self.first is not None and self.first.versions is ahead.versions:
-            # Of a rule alone there is one layout, and no graph could find it anew.
-            return self.first
-        return make(self.terms, select, ahead)
+        if into is None:
+            if rows is not None:
+                raise ArgumentError("rows say what changed in a layout: give it, with into=layout")
+            if select is None and self.first is not None and self.first.versions is ahead.versions:
+                # Of a rule alone there is one layout, and no graph could find it anew.
+                return self.first
+            return make(self.terms, select, ahead)
+        check_own(self, into, "into")
+        if rows is not None:
+            if select is None:
+                raise ArgumentError("rows are those of a selection: pass it, with its other rows")
+            check_rows(rows, select, self.device)
+            if not into.versions.extends(ahead.versions):
+                into.refuse_outdated()
+        update(into, self.terms, select, ahead, rows)
+        return into
+
+    def advance(self, layout: Layout, *, by: Step = 1, select: Selection | None = None) -> Layout:
+        """Moves the queries ``by`` positions on, and ``layout`` with them; the device alone works.
+
+        For sequences that grow within ``kv_len``, the capacity of k and v: ``q_offset``, an int tensor
+        on the device, is added to in place, and the layout written anew in its own tensors, for
+        ``select`` or for its present selection. ``by`` is an int or a tensor ``[B]``, and may be
+        negative. All of it can stand in a CUDA graph, once it has run outside. Other layouts of this
+        plan are outdated from then on: ``plan.layout(select, into=other)`` brings them along.
+
+        A step past the last key is an error on CPU; elsewhere such queries stay where they are, and
+        `raise_pending` tells.
+        """
+        check_own(self, layout, "layout")
+        if self.whole is not None:
+            raise LayoutError("a chunk of a plan does not advance: advance the plan it is of")
+        select = layout.select if select is None else select
+        check_select(self, select)
+        check_step(self.terms, by)
+        layout.refuse_outdated()
+        ahead = ready(self.terms, self.ahead, self.rule)
+        move(self.terms, ahead, by)
+        ahead = replace(ahead, versions=self.program.versions(self.grid))
+        object.__setattr__(self, "ahead", ahead)
+        update(layout, self.terms, select, ahead)
+        return layout
+
+    def chunk(self, start: int, stop: int, layout: Layout | None = None) -> Plan:
+        """The plan of queries ``start..stop`` of this plan's q, for prefill in parts.
+
+        Nothing is found again: its tiles are cut out of ``layout``, by default the one that this plan
+        was made with. ``start`` and ``stop`` are multiples of the query tile and of the selection's
+        ``q_block``; the last stop is q_len. Run it on ``q[:, :, start:stop]`` and all of k and v. A
+        tensor ``q_offset`` is copied: once it has changed, the chunk is outdated.
+        """
+        check_chunk(self.terms, start, stop)
+        ahead = self._looked_ahead()
+        if layout is None and self.first is not None:
+            current = self.first.versions.current
+            layout = self.first if current else self.layout(self.first.select)
+        if layout is not None:
+            check_own(self, layout, "layout")
+            layout.refuse_outdated()
+        terms = chunk_terms(self.terms, start, stop)
+        ahead = chunk_ahead(ahead, terms, start)
+        score = self.score_program
+        return replace(
+            self,
+            terms=terms,
+            selector=None,
+            score_program=score and replace(score, offset=offset_kind(terms.grid)),
+            reasons=(*self.reasons, f"queries {start} to {stop - 1} of {self.grid.q_len}"),
+            ahead=ahead,
+            first=None if layout is None else chunk_layout(layout, terms, ahead, start),
+            whole=self,
+        )
 
     def _looked_ahead(self) -> Ahead:
         """What the rule makes of the tiles: found once, and again when a tensor it reads changes."""
         if torch.compiler.is_compiling():
             return self.ahead
+        moving = self.ahead.past is not None and on_device_only(self.device)
+        if self.whole is not None or moving:
+            if not self.ahead.versions.current:
+                what = "graph: call plan.layout outside it" if moving else "chunk: cut it anew"
+                raise LayoutError(
+                    f"a tensor of the rule or q_offset has changed, unknown to this {what}"
+                )
+            return self.ahead
         counts = self.program.counts_changes(self.grid)
         if counts and self.ahead.versions.current:
             return self.ahead
-        ahead = look_ahead(self.terms)
+        ahead = self.ahead.renewed(look_ahead(self.terms))
         object.__setattr__(self, "ahead", ahead)
         return ahead
 
@@ -174,7 +238,7 @@ class Plan(Shown):
     ) -> Result:
         """Attention over the tiles of ``layout``, by default those the plan was made with."""
         q, k, v = checked_qkv(q, k, v)
-        self._check(q, k, v)
+        check_tensors(self, q, k, v)
         layout = self._own_layout() if layout is None else layout
         if not isinstance(layout, Layout):
             raise ArgumentError(
@@ -257,6 +321,7 @@ class Plan(Shown):
     def raise_pending(self, layout: Layout | None = None) -> None:
         """Reads what a compiled or captured region could not: what it noted down on the device, and
         whether a tensor of the rule or ``q_offset`` has changed, whose tiles such a region keeps."""
+        refuse_past(self.ahead, self.grid)
         layout = self.first if layout is None else layout
         if layout is None:
             return
@@ -304,26 +369,6 @@ class Plan(Shown):
             raise BackendError(
                 f"this plan has tiles of {self.tile[0]}x{self.tile[1]}, but the backward of "
                 f"{backend.name} needs larger ones: make the plan from tensors that require gradients"
-            )
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        q_heads, kv_heads, head_dim, v_head_dim = self.shape
-        batch, q_len, kv_len = self.grid.batch, self.grid.q_len, self.grid.kv_len
-        wanted = {
-            "q": (q, (batch, q_heads, q_len, head_dim)),
-            "k": (k, (batch, kv_heads, kv_len, head_dim)),
-            "v": (v, (batch, kv_heads, kv_len, v_head_dim)),
-        }
-        for name, (x, shape) in wanted.items():
-            if tuple(x.shape) != shape:
-                raise ShapeError(
-                    f"this plan was made for {name} {list(shape)}, got {list(x.shape)}: make a plan "
-                    "for it"
-                )
-        if q.dtype != self.dtype or q.device != self.device:
-            raise ShapeError(
-                f"this plan was made for {self.dtype} on {self.device}, got {q.dtype} on {q.device}: "
-                "make a plan for it"
             )
 
     def __repr__(self) -> str:

@@ -32,6 +32,12 @@ class Versions:
         more = Versions.of([tensor])
         return Versions(self.tensors + more.tensors, self.counts + more.counts)
 
+    def extends(self, other: Versions) -> bool:
+        """Whether all that ``other`` speaks of is here too, and had changed as often."""
+        known = list(zip(map(id, self.tensors), self.counts, strict=True))
+        theirs = list(zip(map(id, other.tensors), other.counts, strict=True))
+        return known[: len(theirs)] == theirs
+
     @property
     def current(self) -> bool:
         """Whether none has changed since."""

@@ -187,6 +187,54 @@ def test_tiles_that_rule_and_candidates_both_cut_are_settled_when_asked() -> Non
     assert int(exact.logical_pairs) == int(quick.logical_pairs) == 4
 
 
+def check_rewriting(
+    conversion: tuple[Tensor, int, Tensor | None, Geometry, Lists], device: str
+) -> None:
+    """Other candidates into the same tensors, all rows and then some, without or with wider lists."""
+    indices, candidates, codes, g, lists = conversion
+    turned = dedupe.sorted_unique(
+        torch.where(indices < 0, -1, candidates - 1 - indices), candidates, indices.shape[-1]
+    )
+    old, new = (rows.row_tiles(x, candidates, codes, g, lists) for x in (indices, turned))
+    codes = None if codes is None else codes.to(device)
+    wide = [torch.nn.functional.pad(x, (0, 3), value=7) if x.ndim == 4 else x for x in old[:4]]
+    into = rows.RowTiles(*(x.to(device).clone() for x in (*wide, old.bits, old.words)))
+    where = [x.data_ptr() for x in into]
+    rows.rewrite(turned.to(device), candidates, codes, g, lists, into)
+    check = [*into[:4]]
+    for i in (1, 3):
+        assert not check[i][..., -3:].any()
+        check[i] = check[i][..., :-3]
+    for got, want in zip((*check, *into[4:]), new, strict=True):
+        assert torch.equal(got.cpu(), want)
+    at = torch.tensor([g.tiles[0] - 1, 0, g.tiles[0] - 1], device=device)
+    rows.rewrite(indices.to(device), candidates, codes, g, lists, into, at)
+    assert [x.data_ptr() for x in into] == where
+    for i, (got, was, now) in enumerate(zip(into, new, old, strict=True)):
+        want = was.clone()
+        if i < 4:
+            want[:, :, at.cpu()] = now[:, :, at.cpu()]
+            got = got[..., : want.shape[-1]]
+        assert torch.equal(got.cpu(), want)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(conversions())
+def test_lists_are_rewritten_where_they_are(
+    conversion: tuple[Tensor, int, Tensor | None, Geometry, Lists],
+) -> None:
+    check_rewriting(conversion, "cpu")
+
+
+@pytest.mark.gpu
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(conversions())
+def test_the_kernels_rewrite_lists_where_they_are(
+    conversion: tuple[Tensor, int, Tensor | None, Geometry, Lists],
+) -> None:
+    check_rewriting(conversion, "cuda")
+
+
 @pytest.mark.gpu
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(conversions())

@@ -25,6 +25,7 @@ def by_sort(present: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """The specification of the kernel."""
     counts = present.sum(-1, dtype=torch.int32).clamp(max=capacity)
     order = torch.argsort((~present).to(torch.int8), dim=-1, stable=True)[..., :capacity]
+    order = torch.nn.functional.pad(order, (0, capacity - order.shape[-1]))
     used = torch.arange(capacity, device=present.device) < counts[..., None]
     return counts, torch.where(used, order, 0).to(torch.int32).contiguous()
 

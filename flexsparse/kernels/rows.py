@@ -6,6 +6,7 @@ do. ``codes`` say what the rule makes of each tile: nothing of it (0), some pair
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,39 @@ def row_tiles(
     return by_map(indices, candidates, codes, geometry, lists, words)
 
 
+def rewrite(
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    into: RowTiles,
+    at: Tensor | None = None,
+) -> None:
+    """`row_tiles` into tensors that exist; bits and words only where they have room.
+
+    ``at [n]`` names rows of tiles, repeats and all: their lists alone are written, and neither bits
+    nor words.
+    """
+    kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
+    if kernel is not None:
+        if at is None:
+            into.bits.zero_()
+            into.words.zero_()
+        kernel.fill(indices, candidates, codes, geometry, lists, into, at)
+        return
+    capacity = into.partial_idx.shape[-1]
+    words = at is None and into.words.numel() > 0
+    made = by_map(indices, candidates, codes, geometry, lists, words, capacity, at)
+    if at is None:
+        for old, new in zip(into, made, strict=True):
+            if old.numel():
+                old.copy_(new)
+        return
+    for old, new in zip(into[:4], made[:4], strict=True):
+        old.index_copy_(2, at, new)
+
+
 def by_map(
     indices: Tensor,
     candidates: int,
@@ -60,14 +94,18 @@ def by_map(
     geometry: Geometry,
     lists: Lists,
     words: bool,
+    capacity: int | None = None,
+    at: Tensor | None = None,
 ) -> RowTiles:
-    """The specification of the kernels: a map of all tiles, compressed."""
-    touched = lists.of(_meetings(indices, geometry))
-    covered = touched == geometry.incidences(indices.device)
-    code = torch.full_like(touched, FULL) if codes is None else lists.of(codes)
+    """The specification of the kernels: a map of all tiles, or of the rows ``at``, compressed."""
+    if at is None:
+        at = torch.arange(geometry.tiles[0], device=indices.device)
+    touched = lists.of(_meetings(indices, geometry, at))
+    covered = touched == geometry.incidences(indices.device)[at]
+    code = torch.full_like(touched, FULL) if codes is None else lists.of(codes[:, :, at])
     full = (touched > 0) & covered & (code == FULL)
     partial = (touched > 0) & (code != EMPTY) & ~full
-    capacity = geometry.row_capacity(indices.shape[-1])
+    capacity = geometry.row_capacity(indices.shape[-1]) if capacity is None else capacity
     return RowTiles(
         *compress(partial, capacity),
         *compress(full, capacity),
@@ -123,19 +161,28 @@ def filled(
     words: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Buffers filled by the kernel that suits; where none does, from the map."""
+    g, of = Geometry(*geometry), Lists(*lists)
+    kernel = _kernel(indices.shape[-1], g)
+    if kernel is not None:
+        made = buffers(indices, candidates if words else 0, g, of)
+        into = opened(made, indices, candidates if words else 0, g, of)
+        kernel.fill(indices, candidates, codes, g, of, into, None)
+        return made
+    found = by_map(indices, candidates, codes, g, of, words)
+    return Buffers(
+        torch.stack([found.partial_num, found.full_num]),
+        torch.stack([found.partial_idx, found.full_idx]),
+        torch.cat([found.bits.flatten(), found.words.flatten()]),
+    )
+
+
+def _kernel(kept: int, geometry: Geometry) -> ModuleType | None:
+    """The kernel that suits, if any does."""
     from flexsparse.kernels import triton_merge, triton_rows
 
-    g, of = Geometry(*geometry), Lists(*lists)
-    if triton_merge.suits(indices.shape[-1], g):
-        return triton_merge.launch(indices, candidates, codes, g, of, words)
-    if g.tiles[1] <= triton_rows.MOST_COLUMNS:
-        return triton_rows.launch(indices, candidates, codes, g, of, words)
-    made = by_map(indices, candidates, codes, g, of, words)
-    return Buffers(
-        torch.stack([made.partial_num, made.full_num]),
-        torch.stack([made.partial_idx, made.full_idx]),
-        torch.cat([made.bits.flatten(), made.words.flatten()]),
-    )
+    if triton_merge.suits(kept, geometry):
+        return triton_merge
+    return triton_rows if geometry.tiles[1] <= triton_rows.MOST_COLUMNS else None
 
 
 _operator = custom_op("flexsparse::row_tiles", filled, mutates_args=())
@@ -157,29 +204,28 @@ def no_words(indices: Tensor) -> Tensor:
     return indices.new_empty((*indices.shape[:2], 0, 0))
 
 
-def _meetings(indices: Tensor, geometry: Geometry) -> Tensor:
-    """int32 ``[B, H, R, C]``: how many (row, candidate) meet each tile."""
-    batch, heads, rows, _ = indices.shape
-    tile_rows, columns = geometry.tiles
-    row = torch.arange(rows, device=indices.device)[:, None]
-    first_r = row * geometry.q_block // geometry.q_tile
-    last_r = ((row + 1) * geometry.q_block).clamp(max=geometry.q_len) - 1
-    chosen = indices.to(torch.int64)
+def _meetings(indices: Tensor, geometry: Geometry, at: Tensor) -> Tensor:
+    """int32 ``[B, H, n, C]``: how many (row, candidate) meet each tile of the rows ``at [n]``."""
+    batch, heads = indices.shape[:2]
+    columns = geometry.tiles[1]
+    start = at[:, None].to(torch.int64) * geometry.q_tile
+    last_q = (start + geometry.q_tile).clamp(max=geometry.q_len) - 1
+    row = start // geometry.q_block + torch.arange(geometry.rows_per_tile, device=at.device)
+    last = last_q // geometry.q_block
+    chosen = indices[:, :, row.minimum(last)].to(torch.int64)
+    chosen = torch.where((row <= last)[..., None], chosen, -1)
     first_c = chosen * geometry.kv_block // geometry.kv_tile
     last_c = ((chosen + 1) * geometry.kv_block).clamp(max=geometry.kv_len) - 1
     # One tile past the last: unused slots write there.
     met = torch.zeros(
-        (batch, heads, tile_rows * columns + 1), dtype=torch.int32, device=indices.device
+        (batch, heads, len(at), columns + 1), dtype=torch.int32, device=indices.device
     )
-    for i in range(geometry.tiles_per_row):
-        r = first_r + i
-        for j in range(geometry.tiles_per_candidate):
-            c = first_c + j
-            inside = (chosen >= 0) & (r <= last_r // geometry.q_tile)
-            inside = inside & (c <= last_c // geometry.kv_tile)
-            slot = torch.where(inside, r * columns + c, tile_rows * columns)
-            met.scatter_add_(-1, slot.flatten(2), inside.flatten(2).to(torch.int32))
-    return met[..., :-1].view(batch, heads, tile_rows, columns)
+    for step in range(geometry.tiles_per_candidate):
+        c = first_c + step
+        inside = (chosen >= 0) & (c <= last_c // geometry.kv_tile)
+        slot = torch.where(inside, c, columns)
+        met.scatter_add_(-1, slot.flatten(3), inside.flatten(3).to(torch.int32))
+    return met[..., :-1]
 
 
 def pack_bits(present: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import Buffers, buffers, opened
+from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 MOST = 4096
@@ -26,16 +26,20 @@ def suits(kept: int, geometry: Geometry) -> bool:
 
 @triton.jit
 def _merge(
-    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
-    sel_rows, kept, rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
+    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, at,
+    sel_rows, kept, rows, listed_rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
     code_heads,
-    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr, HAS_WORDS: tl.constexpr,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr,
     FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    out = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    exists = out < lanes * rows
-    lane, r = out // rows, out % rows
+    job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    exists = job < lanes * listed_rows
+    lane, r = job // listed_rows, job % listed_rows
+    if HAS_AT:
+        r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
+    out = lane * rows + r
     entry = lane // list_heads
     b = entry // FOLD
     h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
@@ -76,19 +80,20 @@ def _merge(
 
     if HAS_CODES:
         code_b = b if CODE_BATCHED else b * 0
-        at = ((code_b * code_heads + h * code_heads // query_heads) * rows + r) * columns
-        code = tl.load(codes + at + tile, mask=last, other=0)
+        code_row = ((code_b * code_heads + h * code_heads // query_heads) * rows + r) * columns
+        code = tl.load(codes + code_row + tile, mask=last, other=0)
         full = covered & (code == 2)
         partial = last & (code != 0) & (~full)
     else:
         full = covered
         partial = last & (~full)
 
-    in_row = (columns + 31) // 32
-    mark = tl.full([ROWS, WIDTH], 1, tl.int32) << (tile % 32)
-    where = out * in_row + tile // 32
-    tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
-    tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
+    if HAS_BITS:
+        in_row = (columns + 31) // 32
+        mark = tl.full([ROWS, WIDTH], 1, tl.int32) << (tile % 32)
+        where = out * in_row + tile // 32
+        tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
+        tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
 
     listed = partial.to(tl.int32)
     count = tl.sum(listed, 1)[:, None]
@@ -107,33 +112,35 @@ def _merge(
     tl.store(full_idx + out * CAPACITY + slot, 0, mask=unused)
 
 
-def launch(
+def fill(
     indices: Tensor,
     candidates: int,
     codes: Tensor | None,
     geometry: Geometry,
     lists: Lists,
-    with_words: bool,
-) -> Buffers:
+    into: RowTiles,
+    at: Tensor | None,
+) -> None:
+    """Writes ``into``, whose bits and words are clear; with ``at`` the lists of these rows alone."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
+    listed_rows = rows if at is None else len(at)
     steps = max(1, geometry.kv_block // geometry.kv_tile)
     steps = min(steps, columns)
-    width = next_power_of_two(max(2, kept * steps))
+    capacity = into.partial_idx.shape[-1]
+    width = next_power_of_two(max(2, kept * steps, capacity))
     together = max(1, _NUMBERS_A_PROGRAM // width)
-    made = buffers(indices, candidates if with_words else 0, geometry, lists)
-    into = opened(made, indices, candidates if with_words else 0, geometry, lists)
     lanes = lists.batch * lists.heads
     kernel: Any = _merge
-    kernel[(ceil_div(lanes * rows, together),)](
+    kernel[(ceil_div(lanes * listed_rows, together),)](
         indices.contiguous(), codes if codes is not None else indices, into.words,
-        *into[:4], into.bits, sel_rows, kept, rows, columns, lanes, candidates, heads,
-        lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
+        *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
+        lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, HAS_WORDS=with_words, FOLD=lists.fold,
+        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
+        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None, FOLD=lists.fold,
         TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
-        CAPACITY=geometry.row_capacity(kept), ROWS=together, WIDTH=width,
+        CAPACITY=capacity, ROWS=together, WIDTH=width,
         num_warps=max(1, min(8, together * width // 128)),
     )  # fmt: skip
-    return made

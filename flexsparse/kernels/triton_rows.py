@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import Buffers, buffers, opened
+from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import next_power_of_two
 
 # Below it, comparing every candidate with every column is cheaper than a histogram.
@@ -21,15 +21,18 @@ MOST_COLUMNS = 2**14
 
 @triton.jit
 def _rows(
-    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits,
+    indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, these,
     sel_rows, kept, rows, columns, lanes, candidates, q_len, kv_len,
     sel_heads, query_heads, list_heads, code_heads,
-    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr, HAS_WORDS: tl.constexpr,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_THESE: tl.constexpr,
     FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
+    if HAS_THESE:
+        r = tl.load(these + r).to(tl.int32)
     lane = tl.program_id(1)
     entry = lane // list_heads
     b = entry // FOLD
@@ -99,8 +102,9 @@ def _rows(
     tl.store(partial_num + out, count)
     tl.store(partial_idx + out * CAPACITY + at, column, mask=partial)
     tl.store(partial_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
-    word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
-    tl.store(bits + out * in_row + w, word, mask=w < in_row)
+    if HAS_BITS:
+        word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
+        tl.store(bits + out * in_row + w, word, mask=w < in_row)
 
     listed = full.to(tl.int32)
     at = tl.cumsum(listed, 0) - 1
@@ -108,35 +112,37 @@ def _rows(
     tl.store(full_num + out, count)
     tl.store(full_idx + out * CAPACITY + at, column, mask=full)
     tl.store(full_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
-    word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
-    tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=w < in_row)
+    if HAS_BITS:
+        word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
+        tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=w < in_row)
 
 
-def launch(
+def fill(
     indices: Tensor,
     candidates: int,
     codes: Tensor | None,
     geometry: Geometry,
     lists: Lists,
-    with_words: bool,
-) -> Buffers:
+    into: RowTiles,
+    at: Tensor | None,
+) -> None:
+    """Writes ``into``, whose words are clear; with ``at`` the lists of these rows alone."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
-    capacity = geometry.row_capacity(kept)
+    capacity = into.partial_idx.shape[-1]
     at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(kept)))
     compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
     # A histogram needs a column more, for what is no candidate.
     width = max(32, next_power_of_two(columns if compare else columns + 1))
-    made = buffers(indices, candidates if with_words else 0, geometry, lists)
-    into = opened(made, indices, candidates if with_words else 0, geometry, lists)
     kernel: Any = _rows
-    kernel[(rows, lists.batch * lists.heads)](
+    kernel[(rows if at is None else len(at), lists.batch * lists.heads)](
         indices.contiguous(), codes if codes is not None else indices, into.words,
-        *into[:4], into.bits, sel_rows, kept, rows, columns, lists.batch * lists.heads, candidates,
-        geometry.q_len, geometry.kv_len, heads, lists.query_heads, lists.heads,
-        1 if codes is None else codes.shape[1],
+        *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, columns,
+        lists.batch * lists.heads, candidates, geometry.q_len, geometry.kv_len, heads,
+        lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, HAS_WORDS=with_words, FOLD=lists.fold,
+        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
+        HAS_BITS=at is None and into.bits.numel() > 0, HAS_THESE=at is not None, FOLD=lists.fold,
         Q_BLOCK=min(geometry.q_block, geometry.q_len),
         KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
         Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,
@@ -144,4 +150,3 @@ def launch(
         COLUMNS=width, CAPACITY=capacity, SLOTS=next_power_of_two(capacity), COMPARE=compare,
         num_warps=4 if geometry.rows_per_tile * kept < 4096 else 8,
     )  # fmt: skip
-    return made

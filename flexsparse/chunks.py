@@ -1,0 +1,102 @@
+"""Some rows of a plan's queries as a plan of their own: cut out of what is known, not found again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexsparse.ahead import Ahead, Terms
+from flexsparse.building import assembled, make
+from flexsparse.device import lasting
+from flexsparse.errors import ArgumentError, LayoutError
+from flexsparse.grid import Grid
+from flexsparse.kernels import membership
+from flexsparse.kernels.columns import column_tiles
+from flexsparse.kernels.compress import expand
+from flexsparse.kernels.rows import no_words, pack_bits
+from flexsparse.layout import Layout
+from flexsparse.program import offset_kind
+from flexsparse.selection import Selection
+from flexsparse.shapes import ceil_div
+
+
+def check_chunk(terms: Terms, start: int, stop: int) -> None:
+    """Refuses rows that are not whole tiles, and whole rows of the selection."""
+    for name, value in (("start", start), ("stop", stop)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"chunk {name} must be an int, got {value!r}")
+    q_len, member = terms.grid.q_len, terms.program.member
+    unit = math.lcm(terms.block_size[0], 1 if member is None else member.q_block)
+    whole = start % unit == 0 and (stop % unit == 0 or stop == q_len)
+    if not (0 <= start < stop <= q_len and whole):
+        raise LayoutError(
+            f"chunk needs start and stop in multiples of {unit} within 0..{q_len}, the last stop being "
+            f"{q_len}, got {start} and {stop}: its rows are whole tiles and whole rows of the selection"
+        )
+
+
+@lasting
+def chunk_terms(terms: Terms, start: int, stop: int) -> Terms:
+    """The terms of queries ``start..stop``; an offset that is a tensor is copied."""
+    whole = terms.grid
+    grid = Grid(stop - start, whole.kv_len, q_offset=whole.q_offset + start, batch=whole.batch)
+    program = replace(terms.program, offset=offset_kind(grid))
+    # How many rows of a few visit a column was not measured.
+    columns = 0 if terms.columns == 0 else None
+    return terms._replace(program=program, grid=grid, columns=columns)
+
+
+@lasting
+def chunk_ahead(ahead: Ahead, terms: Terms, start: int) -> Ahead:
+    """What is ahead of a chunk with ``terms`` that begins at query ``start``."""
+    offset = terms.program.fixed_tables(terms.grid, terms.device).offset
+    codes = None if ahead.codes is None else _cut(ahead.codes, terms, start)
+    lists = None
+    if ahead.lists is not None:
+        lists = [_cut(x, terms, start) for x in ahead.lists[:4]]
+        if len(ahead.lists) > 4:
+            rows, columns = terms.span.tiles
+            lists += column_tiles(_bits(lists, columns), columns, rows)[:4]
+    return Ahead(ahead.versions, ahead.tables._replace(offset=offset), codes, lists)
+
+
+@lasting
+def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layout:
+    """The rows of ``layout`` that a chunk with ``terms`` has, from query ``start`` on.
+
+    Where single queries decide (a fallback, ``empty="error"``, ``sanitize``) its pairs are asked anew.
+    """
+    program, grid, select = terms.program, terms.grid, layout.select
+    if select is not None:
+        first = start // select.q_block
+        rows = slice(first, first + ceil_div(grid.q_len, select.q_block))
+        indices = select.indices[:, :, rows].contiguous()
+        select = Selection._whole(indices, grid.q_len, grid.kv_len, select.q_block, select.kv_block)
+    if terms.asks_queries:
+        return make(terms, select, ahead)
+    words = None
+    if select is not None:
+        asks = program.asks_member(terms.block_size)
+        chosen = select.indices
+        words = membership.pack(chosen, select.candidates) if asks else no_words(chosen)
+    by_row = [_cut(x, terms, start) for x in layout.lists[:4]]
+    columns = None
+    if terms.columns != 0:
+        tiles = terms.span.tiles
+        columns = column_tiles(_bits(by_row, tiles[1]), tiles[1], tiles[0])
+    tables = program.tables(ahead.tables, words)
+    return assembled(terms, ahead, select, tables, by_row, columns)
+
+
+def _cut(by_row: Tensor, terms: Terms, start: int) -> Tensor:
+    """The chunk's rows of tiles of ``[B, H, R, …]``."""
+    first = start // terms.block_size[0]
+    return by_row[:, :, first : first + terms.span.tiles[0]].contiguous()
+
+
+def _bits(lists: list[Tensor], columns: int) -> Tensor:
+    maps = [expand(lists[0], lists[1], columns), expand(lists[2], lists[3], columns)]
+    return pack_bits(torch.stack(maps))

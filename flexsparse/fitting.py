@@ -1,0 +1,85 @@
+"""Whether what a plan is given fits what it was made for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexsparse.arguments import check_selection
+from flexsparse.errors import ArgumentError, LayoutError, ShapeError
+from flexsparse.layout import Layout
+from flexsparse.selection import Selection
+from flexsparse.selectors.base import Selector
+
+if TYPE_CHECKING:
+    from flexsparse.plan import Plan
+
+
+def check_select(plan: Plan, select: Selection | None) -> None:
+    """Refuses a selection of another kind than this plan was made for."""
+    if isinstance(select, Selector):
+        raise ArgumentError(
+            "plan.layout needs a Selection, got a Selector: selector.select(q, k, plan.grid, "
+            "plan.rule) makes one"
+        )
+    member = plan.program.member
+    if (select is None) != (member is None):
+        wanted = "none" if member is None else "one"
+        raise LayoutError(
+            f"this plan was made for {wanted} selection: make a plan for calls "
+            f"{'with' if member is None else 'without'} one"
+        )
+    if select is None or member is None:
+        return
+    check_selection(select, plan.grid, plan.shape[:2])
+    if not plan.takes(select):
+        raise LayoutError(
+            f"this plan was made for selections with batch {member.batch}, heads "
+            f"{member.heads} and blocks ({member.q_block}, {member.kv_block}), got batch "
+            f"{select.indices.shape[0]}, heads {select.heads} and blocks "
+            f"({select.q_block}, {select.kv_block}): make a plan for it"
+        )
+    if select.indices.device != plan.device:
+        raise ShapeError(
+            f"select is on {select.indices.device} but the plan on {plan.device}: move it "
+            "with select.to(device)"
+        )
+
+
+def check_own(plan: Plan, layout: Layout, name: str) -> None:
+    """Refuses what is no layout that this plan may write into, or cut."""
+    if torch.compiler.is_compiling():
+        raise LayoutError(
+            "a layout is not changed in place inside torch.compile: do so outside, or in a graph"
+        )
+    if not isinstance(layout, Layout):
+        raise ArgumentError(f"{name} must be a Layout, got {type(layout).__name__}")
+    if layout.program is not plan.program or layout.kv_indices.device != plan.device:
+        raise LayoutError(
+            f"{layout!r} was not made by this plan ({plan.grid}, {plan.address}): make it with "
+            "plan.layout"
+        )
+
+
+def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses q, k and v of other shapes, dtype or device."""
+    q_heads, kv_heads, head_dim, v_head_dim = plan.shape
+    batch, q_len, kv_len = plan.grid.batch, plan.grid.q_len, plan.grid.kv_len
+    wanted = {
+        "q": (q, (batch, q_heads, q_len, head_dim)),
+        "k": (k, (batch, kv_heads, kv_len, head_dim)),
+        "v": (v, (batch, kv_heads, kv_len, v_head_dim)),
+    }
+    for name, (x, shape) in wanted.items():
+        if tuple(x.shape) != shape:
+            raise ShapeError(
+                f"this plan was made for {name} {list(shape)}, got {list(x.shape)}: make a plan "
+                "for it"
+            )
+    if q.dtype != plan.dtype or q.device != plan.device:
+        raise ShapeError(
+            f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}: "
+            "make a plan for it"
+        )

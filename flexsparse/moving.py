@@ -1,0 +1,139 @@
+"""Positions that move on: the offset of a growing sequence, advanced on the device alone.
+
+Keys lie in buffers of a fixed capacity, ``kv_len``. A step adds to the offset in place and asks the
+rule about every pair of its few queries anew, so that the tiles are exact and no shape ever changes:
+the whole step can stand in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexsparse.ahead import Ahead, Terms
+from flexsparse.bounds import check_tables
+from flexsparse.building import lists_for, maps_of
+from flexsparse.coverage import Span
+from flexsparse.device import lasting
+from flexsparse.errors import ArgumentError, LayoutError, ShapeError
+from flexsparse.grid import Grid
+from flexsparse.kernels.compress import compress
+from flexsparse.occupancy import on_device_only
+from flexsparse.rules import MaskMod, MaskRule
+from flexsparse.tracing import naming
+
+Step = int | Tensor
+
+
+def check_step(terms: Terms, by: Step) -> None:
+    """Refuses what cannot move on, and steps off the end where the host may look."""
+    offset = terms.grid.q_offset
+    if not terms.moves:
+        raise LayoutError(
+            "plan.advance needs a plan made with q_offset as an int tensor on the plan's device, without "
+            "gradients, fallback, empty='error' and sanitize: make the plan so, or make the layout "
+            "anew at each step"
+        )
+    assert isinstance(offset, Tensor)
+    if isinstance(by, Tensor):
+        if by.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"by must be an int or an int tensor [B], got {by.dtype}")
+        if by.device != offset.device or tuple(by.shape) not in ((), tuple(offset.shape)):
+            raise ShapeError(
+                f"by must be an int or like q_offset {list(offset.shape)} on {offset.device}, got "
+                f"{list(by.shape)} on {by.device}"
+            )
+    elif isinstance(by, bool) or not isinstance(by, int):
+        raise ArgumentError(f"by must be an int or an int tensor [B], got {by!r}")
+    if offset.device.type == "cpu" and bool((offset + by > _last(terms.grid)).any()):
+        raise LayoutError(_past_the_end(terms.grid))
+
+
+@lasting
+def ready(terms: Terms, ahead: Ahead, rule: MaskRule | None) -> Ahead:
+    """What is ahead of a plan that is to move: looked at once by the host, outside any graph."""
+    if ahead.past is not None:
+        return ahead
+    if on_device_only(terms.device):
+        raise LayoutError(
+            "the first plan.advance looks at the tables of the rule on the host, which a captured "
+            "region cannot: advance once before, such as by=0"
+        )
+    grid, traced = terms.grid, terms.program.rule
+    if traced is not None:
+        # Every position of the keys is one that some query will stand at.
+        every = Grid(grid.kv_len, grid.kv_len, batch=grid.batch)
+        check_tables(rule, traced, every, terms.program.address.heads)
+    return replace(ahead, past=torch.zeros((), dtype=torch.bool, device=terms.device))
+
+
+def move(terms: Terms, ahead: Ahead, by: Step) -> None:
+    """Adds ``by`` to the offset, and brings what is ahead up to date; all in place.
+
+    Nobody moves past the last position: who would stays there, and ``ahead.past`` says so.
+    """
+    program, grid, span = terms.program, terms.grid, terms.span
+    offset = grid.q_offset
+    assert isinstance(offset, Tensor) and ahead.past is not None
+    moved = offset + by
+    ahead.past.logical_or_((moved > _last(grid)).any())
+    offset.copy_(moved.clamp(max=_last(grid)))
+    for table in ahead.tables.offset:
+        if table.data_ptr() != offset.data_ptr():
+            table.copy_(offset.view(table.shape))
+    if program.rule is None:
+        return
+    alone = program.of_rule_alone()
+    axes = (
+        grid.batch if program.uses_batch else 1,
+        program.address.heads if program.uses_head else 1,
+    )
+    with naming(program.rule):
+        codes = codes_of(alone.mod(alone.tables(ahead.tables)), axes, span, terms.device)
+    if ahead.codes is not None:
+        ahead.codes.copy_(codes)
+    if ahead.lists is not None:
+        maps = maps_of(lists_for(terms, None, axes).of(codes))
+        counts, indices = compress(maps)
+        for i, new in enumerate((counts[0], indices[0], counts[1], indices[1])):
+            ahead.lists[i].copy_(new)
+
+
+def codes_of(mask: MaskMod, axes: tuple[int, int], span: Span, device: torch.device) -> Tensor:
+    """int8 ``[B, H, R, C]``: 0 where ``mask`` allows nothing, 2 where all, 1 between; by every pair."""
+    b = torch.arange(axes[0], device=device).view(-1, 1, 1, 1)
+    h = torch.arange(axes[1], device=device).view(1, -1, 1, 1)
+    kv = torch.arange(span.kv_len, device=device).view(1, 1, 1, -1)
+    columns = span.tiles[1]
+    missing = columns * span.kv_tile - span.kv_len
+    rows = []
+    for start in range(0, span.q_len, span.q_tile):
+        stop = min(start + span.q_tile, span.q_len)
+        q = torch.arange(start, stop, device=device).view(1, 1, -1, 1)
+        seen = mask(b, h, q, kv).expand(*axes, stop - start, span.kv_len)
+        some = torch.nn.functional.pad(seen.any(2), (0, missing), value=False)
+        every = torch.nn.functional.pad(seen.all(2), (0, missing), value=True)
+        shape = (*axes, columns, span.kv_tile)
+        rows.append(some.view(shape).any(-1).to(torch.int8) + every.view(shape).all(-1))
+    return torch.stack(rows, 2)
+
+
+def refuse_past(ahead: Ahead, grid: Grid) -> None:
+    """Raises where some step would have left the keys; told once."""
+    if ahead.past is not None and bool(ahead.past):
+        ahead.past.zero_()
+        raise LayoutError(_past_the_end(grid))
+
+
+def _last(grid: Grid) -> int:
+    """The largest offset at which all queries stand among the keys."""
+    return grid.kv_len - grid.q_len
+
+
+def _past_the_end(grid: Grid) -> str:
+    return (
+        f"plan.advance would move a query past the last of {grid.kv_len} keys, at offset {_last(grid)}: "
+        "make k, v and the plan for more keys"
+    )
