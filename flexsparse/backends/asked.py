@@ -64,14 +64,15 @@ def _body(work: Work, lanes: Lanes, indices: Tensor) -> Kernel:
             along = torch.arange(n, device=indices.device)
             return along.view([-1 if i == place else 1 for i in range(6)])
 
-        b = axis(queries.shape[0] if by_batch else 1, 0)
-        h = axis(lanes.heads if by_lane else 1, 1) * group + axis(group if by_head else 1, 3)
-        q = axis(queries.shape[1], 4)
+        batch, several = queries.shape[0] if by_batch else 1, lanes.heads if by_lane else 1
+        heads = group if by_head else 1
+        b, q = axis(batch, 0), axis(queries.shape[1], 4)
+        h = axis(several, 1) * group + axis(heads, 3)
         tile = indices[..., None, None, None].to(torch.int64)
         # Past the end the rule is asked about the last key, and nobody reads what it says.
         kv = (tile * kv_tile + axis(kv_tile, 5)).clamp(max=keys.shape[0] - 1)
         seen = program.within(tables, block_size)(b, h, q, kv)
-        shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, kv.shape)
+        shape = (batch, several, indices.shape[2], heads, queries.shape[1], kv_tile)
         return seen.broadcast_to(shape).contiguous()
 
     return asked_of
