@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.arguments import check_selection
+from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.layout import Layout
 from flexsparse.selection import Selection
@@ -63,16 +64,23 @@ def check_own(plan: Plan, layout: Layout, name: str) -> None:
         )
 
 
+def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k and v are plainly such as the plan was made for, so that nothing is to be judged."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return autocast_dtype(plan.device) is None and all(
+        isinstance(x, Tensor)
+        and x.shape == shape
+        and x.dtype is plan.dtype
+        and x.device == plan.device
+        and x.layout is torch.strided
+        for x, shape in zip((q, k, v), _shapes(plan), strict=True)
+    )
+
+
 def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses q, k and v of other shapes, dtype or device."""
-    q_heads, kv_heads, head_dim, v_head_dim = plan.shape
-    batch, q_len, kv_len = plan.grid.batch, plan.grid.q_len, plan.grid.kv_len
-    wanted = {
-        "q": (q, (batch, q_heads, q_len, head_dim)),
-        "k": (k, (batch, kv_heads, kv_len, head_dim)),
-        "v": (v, (batch, kv_heads, kv_len, v_head_dim)),
-    }
-    for name, (x, shape) in wanted.items():
+    for name, x, shape in zip("qkv", (q, k, v), _shapes(plan), strict=True):
         if tuple(x.shape) != shape:
             raise ShapeError(
                 f"this plan was made for {name} {list(shape)}, got {list(x.shape)}: make a plan "
@@ -83,3 +91,14 @@ def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}: "
             "make a plan for it"
         )
+
+
+def _shapes(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Of q, k and v."""
+    q_heads, kv_heads, head_dim, v_head_dim = plan.shape
+    batch, q_len, kv_len = plan.grid.batch, plan.grid.q_len, plan.grid.kv_len
+    return (
+        (batch, q_heads, q_len, head_dim),
+        (batch, kv_heads, kv_len, head_dim),
+        (batch, kv_heads, kv_len, v_head_dim),
+    )

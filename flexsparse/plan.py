@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from flexsparse.backends import Backend, Call, Work
 from flexsparse.building import make
 from flexsparse.choice import BACKENDS, UNTILED
 from flexsparse.chunks import check_chunk, chunk_ahead, chunk_layout, chunk_terms
-from flexsparse.device import autocast_dtype
+from flexsparse.device import autocast_dtype, without_autocast
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError
-from flexsparse.fitting import check_own, check_select, check_tensors
+from flexsparse.fitting import as_made, check_own, check_select, check_tensors
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
@@ -72,6 +72,8 @@ class Plan(Shown):
     first: Layout | None
     whole: Plan | None = None
     """The plan that this one is a chunk of."""
+    taken: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
+    """What of (gradients, lse, gradients of the score's tensors) the backend was found to do."""
 
     @property
     def grid(self) -> Grid:
@@ -237,8 +239,9 @@ class Plan(Shown):
         return_lse: bool = False,
     ) -> Result:
         """Attention over the tiles of ``layout``, by default those the plan was made with."""
-        q, k, v = checked_qkv(q, k, v)
-        check_tensors(self, q, k, v)
+        if not as_made(self, q, k, v):
+            q, k, v = checked_qkv(q, k, v)
+            check_tensors(self, q, k, v)
         layout = self._own_layout() if layout is None else layout
         if not isinstance(layout, Layout):
             raise ArgumentError(
@@ -255,18 +258,18 @@ class Plan(Shown):
         learned = any(t.requires_grad for t in score_tables)
         wanted = learned or any(x.requires_grad for x in (q, k, v))
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
-        call = self._call(torch.is_grad_enabled() and wanted, need_lse, learned)
-        self._refuse(backend, call)
-        if call.grads and self.backend not in UNTILED:
+        grads = torch.is_grad_enabled() and wanted
+        if (asked := (grads, need_lse, learned)) not in self.taken:
+            self._refuse(backend, self._call(*asked))
+            self.taken.add(asked)
+        if grads and self.backend not in UNTILED:
             layout = self._with_columns(layout)
         q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         if layout.seen_keys is not None:
             hidden = ~layout.seen_keys[..., None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        work = Work(
-            q, k, v, layout, self.score_program, score_tables, self.scale, need_lse, call.grads
-        )
-        with torch.autocast(self.device.type, enabled=False):
+        work = Work(q, k, v, layout, self.score_program, score_tables, self.scale, need_lse, grads)
+        with without_autocast(self.device):
             out, lse = backend.run(work)
             out = self.address.unpack(out, self.grid.batch)
             if lse is not None:

@@ -3,7 +3,7 @@
 from flexsparse.device.ceiling import Ceilings, ceilings
 from flexsparse.device.compiling import CompileCounter, compiles
 from flexsparse.device.lasting import lasting
-from flexsparse.device.precision import autocast_dtype
+from flexsparse.device.precision import autocast_dtype, without_autocast
 from flexsparse.device.stages import Stages
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "ceilings",
     "compiles",
     "lasting",
+    "without_autocast",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 
@@ -12,3 +14,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if kind not in ("cpu", "cuda", "xpu", "mps") or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Where torch.autocast is off on ``device``; entering costs nothing where it already is."""
+    if not torch.compiler.is_compiling() and autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
