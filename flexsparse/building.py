@@ -143,7 +143,8 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
-        geometry = Geometry(*span[:2], select.q_block, select.kv_block, *span[2:])
+        logical = terms.logical_span
+        geometry = Geometry(*logical[:2], select.q_block, select.kv_block, *logical[2:])
         *counts, bits, words = row_tiles(
             select.indices,
             select.candidates,
@@ -245,7 +246,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     words = occupied = nothing_seen = None
     if select is not None:
         words = membership.pack(select.indices, select.candidates)
-        occupied = address.lists(occupancy(select, span), grid.batch)
+        occupied = address.lists(occupancy(select, terms.logical_span), grid.batch)
     lists = list_axes(program, grid, occupied)
     if program.reach is not None and occupied is not None:
         # Who is empty without the fallback decides where the fallback counts.

@@ -115,7 +115,7 @@ def make_plan(
         learned=grads and learned,
     )
     chosen = choose_backend(backend, call, reasons)
-    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons)
+    size = choose_tile(tile, grid, address, selection, chosen, call, reasons)
     terms = Terms(
         program,
         grid,

@@ -162,7 +162,8 @@ class MaskProgram:
         """Whether a listed tile can hold pairs that are no candidates: not if it lies within one."""
         if self.member is None:
             return False
-        whole = not self.member.q_block % block_size[0] and not self.member.kv_block % block_size[1]
+        queries = max(1, block_size[0] // self.address.rows_per_query)
+        whole = not self.member.q_block % queries and not self.member.kv_block % block_size[1]
         return not whole or self.reach is not None
 
     def gathers(self, block_size: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ LAYERS = [
     "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building adapters budget",
-    "backends choice plan planning",
+    "backends overlap choice plan planning",
     "attention",
     "checking samples measure",
     "viz",

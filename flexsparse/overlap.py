@@ -1,0 +1,100 @@
+"""How much neighbouring queries share: the tiles that rows of candidates come to under each size of tile.
+
+Tall tiles fill the tensor cores, and a tile must visit what any of its queries selects. Which height
+pays depends on the data alone, so it is counted, on a sample, when a plan is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexsparse.grid import Grid
+from flexsparse.kernels.geometry import Geometry
+from flexsparse.selection import Selection
+from flexsparse.shapes import ceil_div
+
+Size = tuple[int, int]
+
+# Entries of the map that a sample is counted in.
+_ENTRIES = 2**24
+# Pairs a second, relative to tiles of 128 rows: one H200, bf16, head dim 128, blocks of 64 keys that 64
+# neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
+_SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
+
+
+def tiles_met(
+    select: Selection, grid: Grid, heads: tuple[int, int], sizes: Sequence[Size]
+) -> list[float]:
+    """For each of ``sizes`` (queries, keys): the tiles that some candidate touches, over batch and KV heads.
+
+    ``heads`` is ``(Hq, Hkv)``. The rule is not asked. Counted on evenly spaced stretches of queries
+    where all would take long; reads the device once.
+    """
+    stretch = math.lcm(*(queries for queries, _ in sizes))
+    there = ceil_div(grid.q_len, stretch)
+    each = select.indices.shape[:2].numel() * stretch
+    each *= ceil_div(grid.kv_len, min(keys for _, keys in sizes))
+    count = max(1, min(there, _ENTRIES // each))
+    begins = torch.tensor([i * there // count * stretch for i in range(count)])
+    query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
+    touched = {keys: _touched(select, grid, query, keys) for _, keys in sizes}
+    counts = [touched[keys].unflatten(2, (-1, queries)).any(3).sum() for queries, keys in sizes]
+    lists = grid.batch * heads[1] / select.indices.shape[:2].numel()
+    found: list[int] = torch.stack(counts).tolist()
+    return [n * lists * there / count for n in found]
+
+
+def best_rows(
+    select: Selection, grid: Grid, heads: tuple[int, int], keys: int
+) -> tuple[int, float]:
+    """The height of tiles of ``keys`` columns, in rows of G heads beside each query, that is predicted
+    to take the least time; and how many times the tiles of one query a row of such tiles visits."""
+    group = heads[0] // heads[1]
+    rows = heights(group)
+    sizes = [(1, keys), *((height // group, keys) for height in rows)]
+    one, *tiles = tiles_met(select, grid, heads, sizes)
+    costs = [n * height / _speed(height) for n, height in zip(tiles, rows, strict=True)]
+    # Where two cost the same, the taller has fewer tiles to list.
+    at = min(range(len(rows)), key=lambda i: (costs[i], -rows[i]))
+    alone = one / grid.q_len * ceil_div(grid.q_len, rows[at] // group)
+    return rows[at], tiles[at] / alone if alone else 1.0
+
+
+def heights(group: int) -> list[int]:
+    """Heights that hold whole queries of ``group`` rows and suit tensor cores: up to 128, or the least.
+
+    >>> heights(16), heights(3), heights(64)
+    ([16, 32, 64, 128], [48, 96], [64, 128])
+    """
+    least = math.lcm(16, group)
+    found = [least]
+    while found[-1] * 2 <= 128:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _speed(rows: int) -> float:
+    # A kernel computes a tile in pieces whose heights are powers of two.
+    return _SPEED[math.gcd(rows, 128)]
+
+
+def _touched(select: Selection, grid: Grid, query: Tensor, keys: int) -> Tensor:
+    """bool ``[B, H, n, C]``: the columns of ``keys`` that each query touches; one past the end, none."""
+    lengths = (grid.q_len, grid.kv_len)
+    geometry = Geometry(*lengths, select.q_block, select.kv_block, 1, keys)
+    columns = geometry.tiles[1]
+    row = query.clamp(max=grid.q_len - 1) // select.q_block
+    chosen = select.indices[:, :, row].to(torch.int64)
+    used = (chosen >= 0) & (query < grid.q_len)[:, None]
+    first = chosen * select.kv_block // keys
+    last = (((chosen + 1) * select.kv_block).clamp(max=grid.kv_len) - 1) // keys
+    # One column past the last: unused slots write there.
+    touched = torch.zeros((*chosen.shape[:3], columns + 1), dtype=torch.bool, device=chosen.device)
+    for step in range(geometry.tiles_per_candidate):
+        inside = used & (first + step <= last)
+        touched.scatter_(-1, torch.where(inside, first + step, columns), True)
+    return touched[..., :columns]
