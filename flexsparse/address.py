@@ -154,8 +154,9 @@ class PackedHeads(FoldedHeads):
     def pack(self, x: Tensor, name: str) -> Tensor:
         if name != "q":
             return super().pack(x, name)
-        beside = x.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)
-        return beside.reshape(x.shape[0] * self.kv_heads, 1, -1, x.shape[3])
+        batch, _, _, dim = x.shape
+        beside = x.view(batch, self.kv_heads, self.group, -1, dim).transpose(2, 3)
+        return beside.reshape(batch * self.kv_heads, 1, -1, dim)
 
     def unpack(self, x: Tensor, batch: int) -> Tensor:
         beside = x.reshape(batch, self.kv_heads, -1, self.group, *x.shape[3:])
@@ -171,7 +172,8 @@ class PackedHeads(FoldedHeads):
     def codes(self, codes: Tensor) -> Tensor:
         if codes.shape[1] == 1:
             return codes
-        low, high = codes.unflatten(1, (self.kv_heads, -1)).aminmax(dim=2)
+        grouped = codes.view(-1, self.kv_heads, self.group, *codes.shape[2:])
+        low, high = grouped.amin(2), grouped.amax(2)
         # 1 where the heads differ, whatever they differ in.
         return torch.where(low == high, low, 1)
 
