@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +25,46 @@ _ENTRIES = 2**24
 # Pairs a second, relative to tiles of 128 rows: one H200, bf16, head dim 128, blocks of 64 keys that 64
 # neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
 _SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
+# The same on the same device for a tile whose queries differ, which asks each pair for its membership:
+# 6.1 ms where pairs of neighbours share, under tiles of four of them.
+_MASKED = 1.3
+
+
+class Met(NamedTuple):
+    """Tiles that any of their queries touches, and how many of them all of their queries touch."""
+
+    tiles: float
+    agreed: float
 
 
 def tiles_met(
     select: Selection, grid: Grid, heads: tuple[int, int], sizes: Sequence[Size]
-) -> list[float]:
-    """For each of ``sizes`` (queries, keys): the tiles that some candidate touches, over batch and KV heads.
+) -> list[Met]:
+    """What the candidates come to under tiles of each of ``sizes`` (queries, keys), over batch and KV heads.
 
     ``heads`` is ``(Hq, Hkv)``. The rule is not asked. Counted on evenly spaced stretches of queries
     where all would take long; reads the device once.
     """
     stretch = math.lcm(*(queries for queries, _ in sizes))
     there = ceil_div(grid.q_len, stretch)
-    each = select.indices.shape[:2].numel() * stretch
-    each *= ceil_div(grid.kv_len, min(keys for _, keys in sizes))
-    count = max(1, min(there, _ENTRIES // each))
+    lists = select.indices.shape[:2].numel()
+    widest = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
+    count = max(1, min(there, _ENTRIES // (lists * stretch * widest)))
     begins = torch.tensor([i * there // count * stretch for i in range(count)])
     query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
+    past = (query >= grid.q_len)[:, None]
     touched = {keys: _touched(select, grid, query, keys) for _, keys in sizes}
-    counts = [touched[keys].unflatten(2, (-1, queries)).any(3).sum() for queries, keys in sizes]
-    lists = grid.batch * heads[1] / select.indices.shape[:2].numel()
+    counts = []
+    for queries, keys in sizes:
+        some = touched[keys].unflatten(2, (-1, queries)).any(3)
+        every = (touched[keys] | past).unflatten(2, (-1, queries)).all(3)
+        counts += [some.sum(), (some & every).sum()]
     found: list[int] = torch.stack(counts).tolist()
-    return [n * lists * there / count for n in found]
+    whole = grid.batch * heads[1] / lists * there / count
+    return [
+        Met(tiles * whole, agreed * whole)
+        for tiles, agreed in zip(found[::2], found[1::2], strict=True)
+    ]
 
 
 def best_rows(
@@ -56,12 +75,19 @@ def best_rows(
     group = heads[0] // heads[1]
     rows = heights(group)
     sizes = [(1, keys), *((height // group, keys) for height in rows)]
-    one, *tiles = tiles_met(select, grid, heads, sizes)
-    costs = [n * height / _speed(height) for n, height in zip(tiles, rows, strict=True)]
+    one, *met = tiles_met(select, grid, heads, sizes)
+    costs = [predicted(m, height) for m, height in zip(met, rows, strict=True)]
     # Where two cost the same, the taller has fewer tiles to list.
     at = min(range(len(rows)), key=lambda i: (costs[i], -rows[i]))
-    alone = one / grid.q_len * ceil_div(grid.q_len, rows[at] // group)
-    return rows[at], tiles[at] / alone if alone else 1.0
+    alone = one.tiles / grid.q_len * ceil_div(grid.q_len, rows[at] // group)
+    return rows[at], met[at].tiles / alone if alone else 1.0
+
+
+def predicted(met: Met, rows: int) -> float:
+    """The time of tiles of ``rows`` rows, in those of 128 rows that need no mask, times 128."""
+    # A kernel computes a tile in pieces whose heights are powers of two.
+    speed = _SPEED[math.gcd(rows, 128)]
+    return (met.agreed + _MASKED * (met.tiles - met.agreed)) * rows / speed
 
 
 def heights(group: int) -> list[int]:
@@ -75,11 +101,6 @@ def heights(group: int) -> list[int]:
     while found[-1] * 2 <= 128:
         found.append(found[-1] * 2)
     return found
-
-
-def _speed(rows: int) -> float:
-    # A kernel computes a tile in pieces whose heights are powers of two.
-    return _SPEED[math.gcd(rows, 128)]
 
 
 def _touched(select: Selection, grid: Grid, query: Tensor, keys: int) -> Tensor:
