@@ -13,7 +13,7 @@ from flexsparse.backends import Backend, Call, flex, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
-from flexsparse.overlap import best_rows, heights
+from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div, next_power_of_two
 
@@ -88,6 +88,7 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
         and group > 1
         and rows % group == 0
         and select.q_block * group < rows <= q.shape[2]
+        and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], _FINE_KEYS) <= MOST_TILES
         and all(folds_without_copy(x) for x in (k, v))
     )
 

@@ -30,6 +30,10 @@ _SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
 _MASKED = 1.3
 
 
+# What a rule makes of each tile is a byte on the device: shorter tiles than that allows are no choice.
+MOST_TILES = 2**28
+
+
 class Met(NamedTuple):
     """Tiles that any of their queries touches, and how many of them all of their queries touch."""
 
@@ -73,7 +77,8 @@ def best_rows(
     """The height of tiles of ``keys`` columns, in rows of G heads beside each query, that is predicted
     to take the least time; and how many times the tiles of one query a row of such tiles visits."""
     group = heads[0] // heads[1]
-    rows = heights(group)
+    every = heights(group)
+    rows = [n for n in every if math.prod(grid.shape(n // group, keys)) <= MOST_TILES] or every[-1:]
     sizes = [(1, keys), *((height // group, keys) for height in rows)]
     one, *met = tiles_met(select, grid, heads, sizes)
     costs = [predicted(m, height) for m, height in zip(met, rows, strict=True)]

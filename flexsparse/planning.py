@@ -79,7 +79,8 @@ def make_plan(
     """Decides how calls like this one run, and makes the first layout.
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
-    are laid) and ``tile`` override what would be chosen.
+    are laid) and ``tile`` override what would be chosen, as in `attention`. Where query heads are
+    packed beside short rows of candidates, what neighbours share is measured, on the device.
     """
     q, k, v = checked_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])

@@ -196,6 +196,19 @@ def test_tiles_are_as_tall_as_neighbours_share(shared: int, rows: int) -> None:
     assert times == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_height_whose_tiles_are_too_many_is_no_choice() -> None:
+    """Four queries a tile at half a million keys would be 1 GiB of verdicts on tiles."""
+    length = 2**19
+    draw = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, length // 64, (1, 1, length, 1), generator=draw)
+    select = fs.Selection.from_indices(indices, kv_len=length, q_len=length, kv_block=64)
+    assert best_rows(select, fs.Grid(length, length), (4, 1), 64)[0] == 64
+    short = fs.Selection.from_indices(
+        indices[:, :, :4096] % 64, kv_len=4096, q_len=4096, kv_block=64
+    )
+    assert best_rows(short, fs.Grid(4096, 4096), (4, 1), 64)[0] == 16
+
+
 def test_a_sample_foretells_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     select, grid = nsa(8192, 2), fs.Grid(8192, 8192)
     sizes = [(1, 64), (4, 64), (8, 128)]
