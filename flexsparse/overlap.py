@@ -20,7 +20,7 @@ from flexsparse.shapes import ceil_div
 
 Size = tuple[int, int]
 
-# Entries of the map that a sample is counted in.
+# Candidates of a sample, and entries of the map that it is counted in.
 _ENTRIES = 2**24
 # Pairs a second, relative to tiles of 128 rows: one H200, bf16, head dim 128, blocks of 64 keys that 64
 # neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
@@ -28,8 +28,6 @@ _SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
 # The same on the same device for a tile whose queries differ, which asks each pair for its membership:
 # 6.1 ms where pairs of neighbours share, under tiles of four of them.
 _MASKED = 1.3
-
-
 # What a rule makes of each tile is a byte on the device: shorter tiles than that allows are no choice.
 MOST_TILES = 2**28
 
@@ -52,7 +50,8 @@ def tiles_met(
     stretch = math.lcm(*(queries for queries, _ in sizes))
     there = ceil_div(grid.q_len, stretch)
     lists = select.indices.shape[:2].numel()
-    widest = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
+    columns = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
+    widest = max(columns, select.indices.shape[3])
     count = max(1, min(there, _ENTRIES // (lists * stretch * widest)))
     begins = torch.tensor([i * there // count * stretch for i in range(count)])
     query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
