@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import Tensor
 
-from flexsparse.address import FoldedHeads, Identity, folds_without_copy
+from flexsparse.address import FoldedHeads, Identity, PackedHeads, folds_without_copy
 from flexsparse.arguments import tile_size
 from flexsparse.backends import Backend, Call, decode, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
+from flexsparse.grid import Grid
+from flexsparse.occupancy import on_device_only
+from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
-from flexsparse.shapes import next_power_of_two
+from flexsparse.shapes import ceil_div, next_power_of_two
 
 BackendName = Literal["auto", "decode", "flash", "flex", "tiles", "gather", "dense"]
-Pack = Literal["identity", "fold"]
+Pack = Literal["identity", "fold", "pack"]
 BACKENDS: dict[str, Backend] = {
     "decode": decode, "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
 }  # fmt: skip
@@ -22,14 +26,18 @@ BACKENDS: dict[str, Backend] = {
 UNTILED = frozenset({"gather", "dense"})
 _UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
 _DEFAULT_TILE = (128, 128)
+# Keys of a tile where candidates are smaller than the default: hardly slower, and half as much wasted.
+_FINE_KEYS = 64
 
 
 def choose_address(
     q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
 ) -> Identity:
     heads, kv_heads = q.shape[1], k.shape[1]
-    if pack not in (None, "identity", "fold"):
-        raise ArgumentError(f"pack must be None, 'identity' or 'fold', got {pack!r}")
+    if pack not in (None, "identity", "fold", "pack"):
+        raise ArgumentError(f"pack must be None, 'identity', 'fold' or 'pack', got {pack!r}")
+    if pack == "pack":
+        return _packed(q, k, v, select, why)
     viewable = all(folds_without_copy(x) for x in (q, k, v))
     per_query = select is not None and select.heads == heads and heads != kv_heads
     if pack == "fold":
@@ -40,6 +48,12 @@ def choose_address(
             )
         why.append("KV heads are folded as asked")
         return FoldedHeads(heads, kv_heads)
+    if pack is None and _packs(q, k, v, select):
+        why.append(
+            f"{heads // kv_heads} heads beside each query: a tile of {_DEFAULT_TILE[0]} rows holds "
+            f"few queries, and what they select is shared by their heads"
+        )
+        return PackedHeads(heads, kv_heads)
     per_kv = select is not None and select.heads == kv_heads and 1 < kv_heads < heads
     if pack == "identity" or not per_kv or per_query:
         return Identity(heads, kv_heads)
@@ -48,6 +62,40 @@ def choose_address(
         return Identity(heads, kv_heads)
     why.append("one list per KV head: folded, so that its query heads share it")
     return FoldedHeads(heads, kv_heads)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, select: Selection | None, why: list[str]
+) -> PackedHeads:
+    """The packing that was asked for, if these tensors and lists take it."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not all(folds_without_copy(x) for x in (k, v)):
+        raise LayoutError(
+            "pack='pack' needs k and v whose heads fold into the batch without a copy: make them "
+            "contiguous as [B, H, S, D], or leave pack out"
+        )
+    if select is not None and select.heads not in (1, kv_heads):
+        raise LayoutError(
+            f"pack='pack' puts the {heads // kv_heads} query heads of a KV head into one tile, but "
+            "each has a list of its own here: give a list per KV head, or leave pack out"
+        )
+    why.append("query heads stand beside their queries as asked")
+    return PackedHeads(heads, kv_heads)
+
+
+def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
+    """Whether rows of candidates are so short that a tile of single heads holds several of them."""
+    heads, kv_heads, rows = q.shape[1], k.shape[1], _DEFAULT_TILE[0]
+    group = heads // kv_heads
+    return (
+        select is not None
+        and select.heads in (1, kv_heads)
+        and group > 1
+        and rows % group == 0
+        and select.q_block * group < rows <= q.shape[2]
+        and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], _FINE_KEYS) <= MOST_TILES
+        and all(folds_without_copy(x) for x in (k, v))
+    )
 
 
 def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
@@ -89,15 +137,23 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
 
 def choose_tile(
     tile: int | tuple[int, int] | None,
-    lengths: tuple[int, int],
+    grid: Grid,
+    address: Identity,
+    select: Selection | None,
     backend: Backend,
     call: Call,
     why: list[str],
-    select: Selection | None = None,
 ) -> tuple[int, int]:
     if tile is None and (backend is decode or (backend is flex and flex.decodes(call))):
         return _decoding_tile(backend, call, why, select)
-    wanted = asked = _DEFAULT_TILE if tile is None else tile_size(tile)
+    unit = backend.tile_for((1, 1), call)
+    if tile is not None:
+        asked = tile_size(tile)
+    elif isinstance(address, PackedHeads) and select is not None and unit[0] < _DEFAULT_TILE[0]:
+        asked = _packed_tile(grid, address, select, call, why)
+    else:
+        asked = _DEFAULT_TILE
+    lengths = (grid.q_len * address.rows_per_query, grid.kv_len)
     # What is past the lengths would be evaluated, and held, for nothing.
     largest = [max(d, next_power_of_two(n)) for d, n in zip(_DEFAULT_TILE, lengths, strict=True)]
     wanted = min(asked[0], largest[0]), min(asked[1], largest[1])
@@ -106,6 +162,9 @@ def choose_tile(
             f"tiles of {asked[0]}x{asked[1]} are cut to {wanted[0]}x{wanted[1]}: the lengths are no longer"
         )
     given = backend.tile_for(wanted, call)
+    if given[0] % address.rows_per_query:
+        rows = math.lcm(unit[0], address.rows_per_query)
+        given = ceil_div(given[0], rows) * rows, given[1]
     if given != wanted:
         why.append(
             f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside: what "
@@ -125,3 +184,23 @@ def _decoding_tile(
     blocks = "without a selection" if select is None else f"for blocks of {select.kv_block}"
     why.append(f"tiles of {given[0]}x{given[1]}: few queries, {blocks}")
     return given
+
+
+def _packed_tile(
+    grid: Grid, address: PackedHeads, select: Selection, call: Call, why: list[str]
+) -> tuple[int, int]:
+    """As tall as pays for what neighbouring queries share; as wide as candidates, where they are fine."""
+    keys = _DEFAULT_TILE[1] if select.kv_block % _DEFAULT_TILE[1] == 0 else _FINE_KEYS
+    group = address.group
+    if on_device_only(call.device):
+        rows = heights(group)[-1]
+        why.append(f"tiles of {rows} rows: what neighbours share is not measured in a graph")
+        return rows, keys
+    rows, times = best_rows(select, grid, (address.heads, address.kv_heads), keys)
+    queries = rows // group
+    why.append(
+        f"tiles of {rows} rows: {queries} neighbouring queries select {times:.1f} times the tiles of one"
+        if queries > 1
+        else f"tiles of {rows} rows, a query each: neighbours share too little"
+    )
+    return rows, keys

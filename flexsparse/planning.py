@@ -80,7 +80,8 @@ def make_plan(
     """Decides how calls like this one run, and makes the first layout.
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
-    are laid) and ``tile`` override what would be chosen.
+    are laid) and ``tile`` override what would be chosen, as in `attention`. Where query heads are
+    packed beside short rows of candidates, what neighbours share is measured, on the device.
     """
     q, k, v = checked_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
@@ -117,7 +118,7 @@ def make_plan(
         score_code,
     )
     chosen = choose_backend(backend, call, reasons)
-    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons, selection)
+    size = choose_tile(tile, grid, address, selection, chosen, call, reasons)
     terms = Terms(
         program,
         grid,
