@@ -22,46 +22,62 @@ Pack = Literal["identity", "fold", "pack"]
 BACKENDS: dict[str, Backend] = {
     "decode": decode, "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
 }  # fmt: skip
+ADDRESSES: dict[Pack, type[Identity]] = {
+    "identity": Identity,
+    "fold": FoldedHeads,
+    "pack": PackedHeads,
+}
 # These visit no tiles, so nobody reads their lists by column.
 UNTILED = frozenset({"gather", "dense"})
 _UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
-_DEFAULT_TILE = (128, 128)
+DEFAULT_TILE = (128, 128)
 # Keys of a tile where candidates are smaller than the default: hardly slower, and half as much wasted.
-_FINE_KEYS = 64
+FINE_KEYS = 64
 
 
 def choose_address(
     q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
 ) -> Identity:
     heads, kv_heads = q.shape[1], k.shape[1]
-    if pack not in (None, "identity", "fold", "pack"):
+    if pack not in (None, *ADDRESSES):
         raise ArgumentError(f"pack must be None, 'identity', 'fold' or 'pack', got {pack!r}")
     if pack == "pack":
         return _packed(q, k, v, select, why)
-    viewable = all(folds_without_copy(x) for x in (q, k, v))
-    per_query = select is not None and select.heads == heads and heads != kv_heads
     if pack == "fold":
-        if not viewable:
+        if not _viewable(q, k, v):
             raise LayoutError(
                 "pack='fold' needs q, k and v whose heads fold into the batch without a copy: make "
                 "them contiguous as [B, H, S, D], or leave pack out"
             )
         why.append("KV heads are folded as asked")
         return FoldedHeads(heads, kv_heads)
-    if pack is None and _packs(q, k, v, select):
+    if pack == "identity":
+        return Identity(heads, kv_heads)
+    if _packs(q, k, v, select):
         why.append(
-            f"{heads // kv_heads} heads beside each query: a tile of {_DEFAULT_TILE[0]} rows holds "
+            f"{heads // kv_heads} heads beside each query: a tile of {DEFAULT_TILE[0]} rows holds "
             f"few queries, and what they select is shared by their heads"
         )
         return PackedHeads(heads, kv_heads)
-    per_kv = select is not None and select.heads == kv_heads and 1 < kv_heads < heads
-    if pack == "identity" or not per_kv or per_query:
-        return Identity(heads, kv_heads)
-    if not viewable:
+    laid = unpacked(q, k, v, select)
+    if laid == "fold":
+        why.append("one list per KV head: folded, so that its query heads share it")
+    elif _a_list_per_kv_head(q, k, select):
         why.append("a list per KV head is repeated for its query heads: folding would copy tensors")
-        return Identity(heads, kv_heads)
-    why.append("one list per KV head: folded, so that its query heads share it")
-    return FoldedHeads(heads, kv_heads)
+    return ADDRESSES[laid](heads, kv_heads)
+
+
+def unpacked(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> Pack:
+    """How heads are laid where those of a group do not stand beside each other."""
+    return "fold" if _a_list_per_kv_head(q, k, select) and _viewable(q, k, v) else "identity"
+
+
+def _a_list_per_kv_head(q: Tensor, k: Tensor, select: Selection | None) -> bool:
+    return select is not None and select.heads == k.shape[1] and 1 < k.shape[1] < q.shape[1]
+
+
+def _viewable(*tensors: Tensor) -> bool:
+    return all(folds_without_copy(x) for x in tensors)
 
 
 def _packed(
@@ -69,7 +85,7 @@ def _packed(
 ) -> PackedHeads:
     """The packing that was asked for, if these tensors and lists take it."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    if not all(folds_without_copy(x) for x in (k, v)):
+    if not _viewable(k, v):
         raise LayoutError(
             "pack='pack' needs k and v whose heads fold into the batch without a copy: make them "
             "contiguous as [B, H, S, D], or leave pack out"
@@ -85,7 +101,7 @@ def _packed(
 
 def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
     """Whether rows of candidates are so short that a tile of single heads holds several of them."""
-    heads, kv_heads, rows = q.shape[1], k.shape[1], _DEFAULT_TILE[0]
+    heads, kv_heads, rows = q.shape[1], k.shape[1], DEFAULT_TILE[0]
     group = heads // kv_heads
     return (
         select is not None
@@ -93,8 +109,8 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
         and group > 1
         and rows % group == 0
         and select.q_block * group < rows <= q.shape[2]
-        and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], _FINE_KEYS) <= MOST_TILES
-        and all(folds_without_copy(x) for x in (k, v))
+        and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], FINE_KEYS) <= MOST_TILES
+        and _viewable(k, v)
     )
 
 
@@ -105,12 +121,7 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         backend = BACKENDS[name]
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
-        why.append(f"{name} was asked for")
-        if name in _UNORDERED and call.grads and call.device.type == "cuda":
-            why.append(
-                f"gradients of {_UNORDERED[name]} are summed by atomics: their last bits may differ "
-                "from run to run"
-            )
+        why += [f"{name} was asked for", *remarks(backend, call)]
         return backend
     if call.device.type == "cpu":
         why.append(
@@ -126,6 +137,7 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
     if refusal is None:
         why.append("flash: FlashAttention-4 under FlexAttention, the fastest kernel on Hopper")
+        why += remarks(flash, call)
         return flash
     why.append(f"not flash: {refusal}")
     if (refusal := flex.refuses(call)) is not None:
@@ -133,6 +145,16 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         return tiles
     why.append("flex: one fused kernel, forward and backward")
     return flex
+
+
+def remarks(backend: Backend, call: Call) -> list[str]:
+    """What is to be known of a backend beside its speed."""
+    if backend.name not in _UNORDERED or not call.grads or call.device.type != "cuda":
+        return []
+    return [
+        f"gradients of {_UNORDERED[backend.name]} are summed by atomics: their last bits may differ "
+        "from run to run"
+    ]
 
 
 def choose_tile(
@@ -149,13 +171,13 @@ def choose_tile(
     unit = backend.tile_for((1, 1), call)
     if tile is not None:
         asked = tile_size(tile)
-    elif isinstance(address, PackedHeads) and select is not None and unit[0] < _DEFAULT_TILE[0]:
+    elif isinstance(address, PackedHeads) and select is not None and unit[0] < DEFAULT_TILE[0]:
         asked = _packed_tile(grid, address, select, call, why)
     else:
-        asked = _DEFAULT_TILE
+        asked = DEFAULT_TILE
     lengths = (grid.q_len * address.rows_per_query, grid.kv_len)
     # What is past the lengths would be evaluated, and held, for nothing.
-    largest = [max(d, next_power_of_two(n)) for d, n in zip(_DEFAULT_TILE, lengths, strict=True)]
+    largest = [max(d, next_power_of_two(n)) for d, n in zip(DEFAULT_TILE, lengths, strict=True)]
     wanted = min(asked[0], largest[0]), min(asked[1], largest[1])
     if wanted != asked:
         why.append(
@@ -190,7 +212,7 @@ def _packed_tile(
     grid: Grid, address: PackedHeads, select: Selection, call: Call, why: list[str]
 ) -> tuple[int, int]:
     """As tall as pays for what neighbouring queries share; as wide as candidates, where they are fine."""
-    keys = _DEFAULT_TILE[1] if select.kv_block % _DEFAULT_TILE[1] == 0 else _FINE_KEYS
+    keys = DEFAULT_TILE[1] if select.kv_block % DEFAULT_TILE[1] == 0 else FINE_KEYS
     group = address.group
     if on_device_only(call.device):
         rows = heights(group)[-1]
