@@ -1,0 +1,239 @@
+"""A judge as one kernel: traced once for a kind of rule, compiled, and kept.
+
+Run line by line a judge is some thousand small kernels, which on a device cost more than what they
+compute. Traced, it is one, of which every number is an argument: lengths, tile sizes, tables and what
+answers over ranges of them. So a rule with another window or other documents compiles nothing.
+
+Bounds stay bounds in a fused kernel. Integers below 2 ** 53 and truths come out the same however they
+are computed. A float is widened by several roundings of its own type, and what a compiler may do
+to a bound in fp64 (to fuse a product with its sum) is half a rounding of fp64: within that. Only
+a cast to a type that kernels compute in fp32 would lose its rounding, and so the rules that use one
+are never fused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flexsparse.address import Identity
+from flexsparse.coverage import Span
+from flexsparse.device import compiles
+from flexsparse.grid import Grid
+from flexsparse.intervals.corners import Corners
+from flexsparse.intervals.tables import Pyramid, Ranges, Table
+from flexsparse.intervals.verdicts import Judge, Wide
+from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
+from flexsparse.program import MaskProgram, offset_table, rule_tables
+
+# Beside what is settled: left open, and open where the code might fail at some pair.
+OPEN, MAY_FAIL = 3, 4
+# Devices on which launches cost more than what a judge computes.
+FUSED_ON = frozenset({"cuda"})
+# How often a kind of rule is built before its judge is compiled: what is built once never pays.
+BUILDS_BEFORE = 1
+# Tiles judged at once.
+TILES_AT_ONCE = 2**26
+_NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
+# A length that no constant of a rule's code is likely to be, for the tiles of a trace.
+_TRACED_TILES = 1009
+
+Axes = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Every row of tiles in stretches of ``size`` columns, ``wide`` to a row."""
+
+    wide: int
+    size: int
+
+
+class _Read(NamedTuple):
+    """A table read over ranges of some axes, and whether by a pyramid."""
+
+    table: int
+    axes: Axes
+    pyramid: bool
+
+
+@dataclass(frozen=True, eq=False)
+class FusedJudge:
+    """The judge of a rule in one call, as one kernel over all that it reads."""
+
+    kernel: Callable[..., Tensor]
+    read: list[Tensor]
+    lengths: tuple[int, ...]
+    span: Span
+    lists: tuple[int, int]
+    device: torch.device
+
+    def every(self) -> Tensor:
+        """int8 ``[B, H, R, C]``: the code of each tile."""
+        rows, columns = self.span.tiles
+        cells = torch.arange(self.lists[0] * self.lists[1] * rows * columns, device=self.device)
+        return self(cells, Cut(columns, 1)).view(*self.lists, rows, columns)
+
+    def __call__(self, cells: Tensor, cut: Cut) -> Tensor:
+        """int8 ``[n]``: codes of stretches, counted row by row through all lists.
+
+        EMPTY, FULL and PARTIAL are settled; OPEN is not, nor MAY_FAIL, where an error might show.
+        """
+        numbers = _numbers(
+            (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths), self.device
+        )
+        found = [
+            # One tile alone would be a kernel of its own.
+            self._run(part.expand(2) if len(part) == 1 else part, numbers)[: len(part)]
+            for part in cells.split(TILES_AT_ONCE)
+            if len(part)
+        ]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else cells.to(torch.int8)
+
+    def _run(self, cells: Tensor, numbers: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.kernel(cells.contiguous(), numbers, *self.read)
+
+
+class _Kind(NamedTuple):
+    """What a trace depends on, beside what its tables answer with."""
+
+    rule: str
+    address: str
+    offset: str
+    device: torch.device
+
+
+_lock = Lock()
+_built: Counter[_Kind] = Counter()
+# What each kind reads over ranges is found as it is first asked.
+_reads: dict[_Kind, list[tuple[int, Axes]]] = {}
+_kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor] | None] = {}
+
+
+def fused_judge(
+    program: MaskProgram, grid: Grid, span: Span, lists: tuple[int, int], device: torch.device
+) -> FusedJudge | None:
+    """The judge as one kernel, from the second build of its kind on; None where it has none."""
+    rule = program.rule
+    if rule is None or device.type not in FUSED_ON or torch.compiler.is_compiling():
+        return None
+    address = "identity" if type(program.address) is Identity else program.address.key
+    kind = _Kind(rule.kind, address, program.offset, device)
+    with _lock:
+        _built[kind] += 1
+        if _built[kind] <= BUILDS_BEFORE:
+            return None
+        tensors = [t.detach() for t in rule_tables(rule, device, torch.float32)]
+        if any(name in rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
+            return None
+        offset = [] if program.offset == "none" else [offset_table(grid, program.offset, device)]
+        doubts: list[Tensor] = []
+        tables = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
+        if kind not in _reads:
+            every = [tables.get(i, t) for i, t in enumerate(tensors)]
+            judge = Judge.over(program, span, *(offset or [None]), every, doubts, device)
+            judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
+            _reads[kind] = [(i, axes) for i, t in tables.items() for axes in t.kept]
+        answers = [tables[i].over(axes) for i, axes in _reads[kind]]
+        reads = tuple(
+            _Read(*of, isinstance(answer, Pyramid))
+            for of, answer in zip(_reads[kind], answers, strict=True)
+        )
+        lengths = tuple(n for t in tensors for n in t.shape)
+        read = [t.contiguous() for t in (*offset, *tensors, *(x for a in answers for x in a))]
+        if (kind, reads) not in _kernels:
+            _kernels[kind, reads] = _compiled(program, reads, len(tensors), lengths, read, device)
+    kernel = _kernels[kind, reads]
+    return None if kernel is None else FusedJudge(kernel, read, lengths, span, lists, device)
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.dtype in (torch.float32, torch.float64)
+
+
+@lru_cache(maxsize=256)
+def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
+
+
+def _compiled(
+    program: MaskProgram,
+    reads: tuple[_Read, ...],
+    tables: int,
+    lengths: Sequence[int],
+    read: list[Tensor],
+    device: torch.device,
+) -> Callable[..., Tensor] | None:
+    code = _code(program, reads, tables, device)
+    cells = torch.arange(_TRACED_TILES, device=device)
+    numbers = torch.ones(9 + len(lengths), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        graph = make_fx(code, tracing_mode="fake")(cells, numbers, *read)
+    compiles.note(f"judge/{program.key}")
+    return torch.compile(graph, fullgraph=True, dynamic=True)
+
+
+def _code(
+    program: MaskProgram, reads: tuple[_Read, ...], count: int, device: torch.device
+) -> Callable[..., Tensor]:
+    """What is traced: the codes of ``cells``, of nothing but arguments."""
+    rule = program.rule
+    assert rule is not None
+
+    def codes(cells: Tensor, numbers: Tensor, *read: Tensor) -> Tensor:
+        q_len, kv_len, q_tile, kv_tile, rows, columns, wide, size, heads, *lengths = (
+            numbers.unbind(0)
+        )
+        given = list(read)
+        offset = None if program.offset == "none" else given.pop(0)
+        tensors, rest = given[:count], given[count:]
+        sizes = [tuple(lengths.pop(0) for _ in t.shape) for t in tensors]
+        kept: list[dict[Axes, Ranges | Pyramid]] = [{} for _ in tensors]
+        for table, axes, pyramid in reads:
+            form: Any = Pyramid if pyramid else Ranges
+            kept[table][axes] = form(*(rest.pop(0) for _ in form._fields))
+        doubts: list[Tensor] = []
+        tables = [
+            Table(t, doubts.append, n, k) if t.ndim else t
+            for t, n, k in zip(tensors, sizes, kept, strict=True)
+        ]
+        span: Any = _Span(q_len, kv_len, q_tile, kv_tile)
+        judge = Judge.over(program, span, offset, tables, doubts, device)
+        line, stretch = cells // wide, cells % wide
+        entry, row = line // rows, line % rows
+        first = stretch * size
+        tiles = Wide(
+            entry // heads,
+            entry % heads,
+            row * q_tile,
+            row * q_tile + q_tile - 1,
+            first,
+            torch.minimum(first + size, columns) - 1,
+        )
+        full, empty, may_fail = judge.ask(tiles)
+        mixed = Corners(rule.code, tensors, sizes).mixed(judge.place(tiles))
+        code = torch.where(mixed, PARTIAL, torch.where(may_fail, MAY_FAIL, OPEN))
+        code = torch.where(may_fail, MAY_FAIL, code)
+        return torch.where(full, FULL, torch.where(empty, EMPTY, code)).to(torch.int8)
+
+    return codes
+
+
+class _Span(NamedTuple):
+    """A span of which no number is known yet."""
+
+    q_len: Tensor
+    kv_len: Tensor
+    q_tile: Tensor
+    kv_tile: Tensor
