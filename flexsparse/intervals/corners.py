@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,7 @@ class Corners:
     """
 
     def __init__(
-        self, code: str, tables: list[Tensor], lengths: list[tuple[int | Tensor, ...]]
+        self, code: str, tables: Sequence[Tensor], lengths: Sequence[Sequence[int | Tensor]]
     ) -> None:
         self.believed = all(t.dtype in _ALIKE for t in tables)
         self._tables = [
@@ -50,7 +51,7 @@ class Corners:
 class _Guarded:
     """A table that is never read outside of itself."""
 
-    def __init__(self, tensor: Tensor, lengths: tuple[int | Tensor, ...]) -> None:
+    def __init__(self, tensor: Tensor, lengths: Sequence[int | Tensor]) -> None:
         self._tensor = tensor
         self._lengths = lengths
 

@@ -13,7 +13,6 @@ are never fused.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexsparse.address import Identity
@@ -34,6 +34,7 @@ from flexsparse.intervals.tables import Pyramid, Ranges, Table
 from flexsparse.intervals.verdicts import Judge, Wide
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
 from flexsparse.program import MaskProgram, offset_table, rule_tables
+from flexsparse.shapes import ceil_div
 
 # Beside what is settled: left open, and open where the code might fail at some pair.
 OPEN, MAY_FAIL = 3, 4
@@ -46,15 +47,20 @@ TILES_AT_ONCE = 2**26
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
 # A length that no constant of a rule's code is likely to be, for the tiles of a trace.
 _TRACED_TILES = 1009
+# Of span, its tiles, a cut, and heads.
+_NUMBERS = 4 + 2 + 4 + 1
 
 Axes = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """Every row of tiles in stretches of ``size`` columns, ``wide`` to a row."""
+    """Every row of tiles in stretches of ``size`` columns, ``wide`` to a row; of its queries those
+    from ``start`` to before ``stop``."""
 
     wide: int
     size: int
+    start: int
+    stop: int
 
 
 class _Read(NamedTuple):
@@ -76,17 +82,41 @@ class FusedJudge:
     lists: tuple[int, int]
     device: torch.device
 
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are in all lists."""
+        rows, columns = self.span.tiles
+        return self.lists[0] * self.lists[1] * rows * columns
+
     def every(self) -> Tensor:
         """int8 ``[B, H, R, C]``: the code of each tile."""
         rows, columns = self.span.tiles
-        cells = torch.arange(self.lists[0] * self.lists[1] * rows * columns, device=self.device)
-        return self(cells, Cut(columns, 1)).view(*self.lists, rows, columns)
+        cells = torch.arange(self.tiles, device=self.device)
+        return self(cells, columns, 1).view(*self.lists, rows, columns)
 
-    def __call__(self, cells: Tensor, cut: Cut) -> Tensor:
-        """int8 ``[n]``: codes of stretches, counted row by row through all lists.
+    def __call__(self, cells: Tensor, wide: int, size: int) -> Tensor:
+        """int8 ``[n]``: codes of stretches of ``size`` columns, ``wide`` to a row of tiles.
 
-        EMPTY, FULL and PARTIAL are settled; OPEN is not, nor MAY_FAIL, where an error might show.
+        ``cells`` count the stretches row by row through all lists. EMPTY, FULL and PARTIAL are
+        settled; OPEN is not, nor MAY_FAIL, where an error might show.
         """
+        return self._asked(cells, Cut(wide, size, 0, self.span.q_tile))
+
+    def in_slices(self, cells: Tensor, wide: int, size: int, slices: int) -> Tensor:
+        """The same, by as many slices of the queries of each row."""
+        step = ceil_div(self.span.q_tile, slices)
+        cuts = [
+            Cut(wide, size, start, min(start + step, self.span.q_tile))
+            for start in range(0, self.span.q_tile, step)
+        ]
+        codes = torch.stack([self._asked(cells, cut) for cut in cuts])
+        least, most = codes.amin(0), codes.amax(0)
+        mixed = (codes == PARTIAL).any(0) | ((least == EMPTY) & (codes == FULL).any(0))
+        whole = torch.where(least == most, most, OPEN)
+        code = torch.where(mixed, PARTIAL, whole)
+        return torch.where(most == MAY_FAIL, MAY_FAIL, code).to(torch.int8)
+
+    def _asked(self, cells: Tensor, cut: Cut) -> Tensor:
         numbers = _numbers(
             (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths), self.device
         )
@@ -118,7 +148,7 @@ _lock = Lock()
 _built: Counter[_Kind] = Counter()
 # What each kind reads over ranges is found as it is first asked.
 _reads: dict[_Kind, list[tuple[int, Axes]]] = {}
-_kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor] | None] = {}
+_kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor]] = {}
 
 
 def fused_judge(
@@ -142,7 +172,7 @@ def fused_judge(
         tables = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
         if kind not in _reads:
             every = [tables.get(i, t) for i, t in enumerate(tensors)]
-            judge = Judge.over(program, span, *(offset or [None]), every, doubts, device)
+            judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
             judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
             _reads[kind] = [(i, axes) for i, t in tables.items() for axes in t.kept]
         answers = [tables[i].over(axes) for i, axes in _reads[kind]]
@@ -154,8 +184,8 @@ def fused_judge(
         read = [t.contiguous() for t in (*offset, *tensors, *(x for a in answers for x in a))]
         if (kind, reads) not in _kernels:
             _kernels[kind, reads] = _compiled(program, reads, len(tensors), lengths, read, device)
-    kernel = _kernels[kind, reads]
-    return None if kernel is None else FusedJudge(kernel, read, lengths, span, lists, device)
+        kernel = _kernels[kind, reads]
+    return FusedJudge(kernel, read, lengths, span, lists, device)
 
 
 def _is_wide(tensor: Tensor) -> bool:
@@ -174,14 +204,33 @@ def _compiled(
     lengths: Sequence[int],
     read: list[Tensor],
     device: torch.device,
-) -> Callable[..., Tensor] | None:
+) -> Callable[..., Tensor]:
     code = _code(program, reads, tables, device)
     cells = torch.arange(_TRACED_TILES, device=device)
-    numbers = torch.ones(9 + len(lengths), dtype=torch.int64, device=device)
+    numbers = torch.ones(_NUMBERS + len(lengths), dtype=torch.int64, device=device)
     with torch.no_grad():
         graph = make_fx(code, tracing_mode="fake")(cells, numbers, *read)
     compiles.note(f"judge/{program.key}")
-    return torch.compile(graph, fullgraph=True, dynamic=True)
+    return as_kernel(graph)
+
+
+def as_kernel(graph: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A traced judge, compiled when it first runs, for any lengths."""
+    run = torch.compile(graph, fullgraph=True, dynamic=True)
+    settings: Any = _config
+    last: list[tuple[torch.Size, ...]] = []
+
+    def kernel(*args: Tensor) -> Tensor:
+        shapes = tuple(x.shape for x in args[2:])
+        if last == [shapes]:
+            return run(*args)
+        # Lengths that happen to be the same need not be so again.
+        with settings.patch(use_duck_shape=False):
+            found = run(*args)
+        last[:] = [shapes]
+        return found
+
+    return kernel
 
 
 def _code(
@@ -192,9 +241,8 @@ def _code(
     assert rule is not None
 
     def codes(cells: Tensor, numbers: Tensor, *read: Tensor) -> Tensor:
-        q_len, kv_len, q_tile, kv_tile, rows, columns, wide, size, heads, *lengths = (
-            numbers.unbind(0)
-        )
+        q_len, kv_len, q_tile, kv_tile, rows, columns, *numbers_of_call = numbers.unbind(0)
+        wide, size, start, stop, heads, *lengths = numbers_of_call
         given = list(read)
         offset = None if program.offset == "none" else given.pop(0)
         tensors, rest = given[:count], given[count:]
@@ -216,8 +264,8 @@ def _code(
         tiles = Wide(
             entry // heads,
             entry % heads,
-            row * q_tile,
-            row * q_tile + q_tile - 1,
+            row * q_tile + start,
+            row * q_tile + stop - 1,
             first,
             torch.minimum(first + size, columns) - 1,
         )

@@ -68,8 +68,8 @@ class Table:
             entry = entries(self.tensor, *(first for first, _ in ends))
             return among(entry, entry, self.tensor.dtype, known, True)
         at = self._place(points, [ends[i][0] for i in points])
-        first, last = ([ends[i][side] for i in ranged] for side in (0, 1))
-        low, high = self.over(ranged).extremes(at, first, last)
+        starts, stops = [ends[i][0] for i in ranged], [ends[i][1] for i in ranged]
+        low, high = self.over(ranged).extremes(at, starts, stops)
         return among(low, high, self.tensor.dtype, known, False)
 
     def _place(self, axes: tuple[int, ...], indices: Sequence[Tensor]) -> Tensor:
@@ -200,7 +200,8 @@ class Pyramid(NamedTuple):
             high.append(_halved(high[-1], torch.amax))
         starts = [sum(prod(x.shape[1:]) for x in low[:i]) for i in range(levels)]
         return Pyramid(
-            *(torch.cat([x.flatten(1) for x in side], 1) for side in (low, high)),
+            torch.cat([x.flatten(1) for x in low], 1),
+            torch.cat([x.flatten(1) for x in high], 1),
             torch.tensor(starts, device=values.device),
             torch.tensor([x.shape[1:] for x in low], device=values.device),
             torch.tensor(levels - 1, device=values.device),
