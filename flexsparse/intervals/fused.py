@@ -214,9 +214,9 @@ def _compiled(
     return as_kernel(graph)
 
 
-def as_kernel(graph: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
     """A traced judge, compiled when it first runs, for any lengths."""
-    run = torch.compile(graph, fullgraph=True, dynamic=True)
+    run = torch.compile(graph.forward, fullgraph=True, dynamic=True)
     settings: Any = _config
     last: list[tuple[torch.Size, ...]] = []
 
