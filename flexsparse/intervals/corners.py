@@ -92,6 +92,8 @@ class _Operator:
 
 
 def _not_zero(divisor: Any) -> Any:
-    if isinstance(divisor, Tensor) and not divisor.is_floating_point():
+    if isinstance(divisor, Tensor):
+        if divisor.is_floating_point():
+            return divisor
         return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    return 1 if divisor == 0 and not isinstance(divisor, Tensor | float) else divisor
+    return divisor or 1
