@@ -56,7 +56,8 @@ def check(
 ) -> Tensor | None:
     """The verdicts are those line by line, and what corners settle is so; gives all the codes."""
     program, span, lists = call_of(rule, grid, tile, **heads)
-    judge = fused.fused_judge(program, grid, span, lists, device)
+    tables = program.tables(program.fixed_tables(grid, device))
+    judge = fused.fused_judge(program, tables, span, lists, device)
     if judge is None:
         return None
     codes = judge.every().flatten()
@@ -66,7 +67,7 @@ def check(
     assert torch.equal(codes == EMPTY, verdicts.empty)
     assert torch.equal(codes == fused.MAY_FAIL, verdicts.may_fail)
     partial = tiles[codes == PARTIAL]
-    covered = cover(program.mod(program.tables(program.fixed_tables(grid, device))), partial, span)
+    covered = cover(program.mod(tables), partial, span)
     assert bool(((covered.visible > 0) & ~covered.full).all())
     return codes
 
@@ -201,9 +202,9 @@ def test_a_rule_is_fused_when_it_is_built_again(
     assert made == [False, False, True, True]
 
 
-def _given(rule: Any, grid: fs.Grid) -> tuple[MaskProgram, fs.Grid, Span, tuple[int, int]]:
+def _given(rule: Any, grid: fs.Grid) -> tuple[MaskProgram, list[Tensor], Span, tuple[int, int]]:
     program, span, lists = call_of(rule, grid, (64, 64), 1)
-    return program, grid, span, lists
+    return program, program.tables(program.fixed_tables(grid, CPU)), span, lists
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -31,7 +31,7 @@ def rule_codes(
     read = program.tables(tables)
     with naming(program.rule):
         if not on_device_only(device):
-            judge = fused_judge(program, grid, span, lists, device)
+            judge = fused_judge(program, read, span, lists, device)
             if judge is None:
                 return painted(rule_tiles(program, read, grid, span, lists, device))
             mask = program.mod(read)

@@ -28,12 +28,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexsparse.address import Identity
 from flexsparse.coverage import Span
 from flexsparse.device import compiles
-from flexsparse.grid import Grid
 from flexsparse.intervals.corners import Corners
 from flexsparse.intervals.tables import Pyramid, Ranges, Table
 from flexsparse.intervals.verdicts import Judge, Wide
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
-from flexsparse.program import MaskProgram, offset_table, rule_tables
+from flexsparse.program import MaskProgram
 from flexsparse.shapes import ceil_div
 
 # Beside what is settled: left open, and open where the code might fail at some pair.
@@ -152,9 +151,16 @@ _kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor]] = {}
 
 
 def fused_judge(
-    program: MaskProgram, grid: Grid, span: Span, lists: tuple[int, int], device: torch.device
+    program: MaskProgram,
+    tables: list[Tensor],
+    span: Span,
+    lists: tuple[int, int],
+    device: torch.device,
 ) -> FusedJudge | None:
-    """The judge as one kernel, from the second build of its kind on; None where it has none."""
+    """The judge as one kernel, from the second build of its kind on; None where it has none.
+
+    ``tables`` are those of a program of a rule alone: of its offset, then of the rule.
+    """
     rule = program.rule
     if rule is None or device.type not in FUSED_ON or torch.compiler.is_compiling():
         return None
@@ -164,18 +170,19 @@ def fused_judge(
         _built[kind] += 1
         if _built[kind] <= BUILDS_BEFORE:
             return None
-        tensors = [t.detach() for t in rule_tables(rule, device, torch.float32)]
+        given = [t.detach() for t in tables]
+        offset = [] if program.offset == "none" else [given.pop(0)]
+        tensors = given
         if any(name in rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
             return None
-        offset = [] if program.offset == "none" else [offset_table(grid, program.offset, device)]
         doubts: list[Tensor] = []
-        tables = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
+        ranged = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
         if kind not in _reads:
-            every = [tables.get(i, t) for i, t in enumerate(tensors)]
+            every = [ranged.get(i, t) for i, t in enumerate(tensors)]
             judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
             judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
-            _reads[kind] = [(i, axes) for i, t in tables.items() for axes in t.kept]
-        answers = [tables[i].over(axes) for i, axes in _reads[kind]]
+            _reads[kind] = [(i, axes) for i, t in ranged.items() for axes in t.kept]
+        answers = [ranged[i].over(axes) for i, axes in _reads[kind]]
         reads = tuple(
             _Read(*of, isinstance(answer, Pyramid))
             for of, answer in zip(_reads[kind], answers, strict=True)
@@ -216,7 +223,7 @@ def _compiled(
 
 def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
     """A traced judge, compiled when it first runs, for any lengths."""
-    run = torch.compile(graph.forward, fullgraph=True, dynamic=True)
+    run: Callable[..., Tensor] = torch.compile(graph.forward, fullgraph=True, dynamic=True)
     settings: Any = _config
     last: list[tuple[torch.Size, ...]] = []
 

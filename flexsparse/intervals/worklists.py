@@ -36,7 +36,7 @@ def rule_lists(
     by_column: bool = True,
 ) -> list[Tensor]:
     """The lists of a rule alone, as of `lists_of`; ``tables`` are the program's."""
-    judge = fused_judge(program, grid, span, lists, device)
+    judge = fused_judge(program, tables, span, lists, device)
     if judge is None:
         tiles = rule_tiles(program, tables, grid, span, lists, device)
     elif judge.tiles <= MAPPED:
