@@ -5,10 +5,11 @@ compute. Traced, it is one, of which every number is an argument: lengths, tile 
 answers over ranges of them. So a rule with another window or other documents compiles nothing.
 
 Bounds stay bounds in a fused kernel. Integers below 2 ** 53 and truths come out the same however they
-are computed. A float is widened by several roundings of its own type, and what a compiler may do
-to a bound in fp64 (to fuse a product with its sum) is half a rounding of fp64: within that. Only
-a cast to a type that kernels compute in fp32 would lose its rounding, and so the rules that use one
-are never fused.
+are computed. A float is widened by four epsilons of its own type, in fp64 by 1e-15, and what a compiler
+may do to a bound, which is to fuse a product with its sum, moves it by half a rounding of fp64: 1.1e-16
+of it, within that. Nothing is decided by a rounding to a narrower type, which a compiler may leave out;
+rules that compute in types which kernels widen to fp32 are not fused at all. What decides that a tile is
+partial are corners, and these are believed of whole numbers alone.
 """
 
 from __future__ import annotations
