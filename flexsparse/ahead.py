@@ -12,7 +12,7 @@ from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
 from flexsparse.device import lasting
 from flexsparse.grid import Grid
-from flexsparse.intervals import lists_of, rule_codes, rule_tiles
+from flexsparse.intervals import rule_codes, rule_lists
 from flexsparse.occupancy import kernel_span, list_axes, logical_span, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
 from flexsparse.tracing import naming
@@ -107,10 +107,11 @@ def look_ahead(terms: Terms) -> Ahead:
     if alone and not on_device_only(device):
         span = terms.span
         axes = list_axes(program, grid, None)
-        with naming(program.rule):
-            tiles = rule_tiles(program, program.tables(tables), grid, span, axes, device)
         # Which keys nobody sees is read by column.
-        lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
+        by_column = terms.columns != 0 or terms.sanitize
+        with naming(program.rule):
+            read = program.tables(tables)
+            lists = rule_lists(program, read, grid, span, axes, device, by_column=by_column)
         if terms.moves:
             # At a later position a row may need any width.
             lists = [_wide(x, span.tiles[1]) if i % 2 else x for i, x in enumerate(lists)]
