@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexsparse.kernels import membership
 from flexsparse.shapes import ceil_div
 from flexsparse.shown import Shown
 
@@ -167,7 +168,7 @@ def _membership_bytes(layout: Layout) -> int:
     """Bytes of one list's membership words."""
     if layout.select is None or not layout.program.asks_member(layout.block_size):
         return 0
-    return 4 * ceil_div(layout.select.rows, 32) * layout.select.candidates
+    return ceil_div(layout.select.rows, membership.WORD) * layout.select.candidates
 
 
 def _spread(work: Tensor) -> Rows:

@@ -17,7 +17,7 @@ from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div, next_power_of_two
 
-BackendName = Literal["auto", "decode", "flash", "flex", "tiles", "gather", "dense"]
+BackendName = Literal["auto", "measured", "decode", "flash", "flex", "tiles", "gather", "dense"]
 Pack = Literal["identity", "fold", "pack"]
 BACKENDS: dict[str, Backend] = {
     "decode": decode, "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
@@ -115,9 +115,17 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
 
 
 def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
-    if name != "auto":
+    if name == "measured":
+        if call.device.type != "cuda":
+            raise BackendError(
+                f"backend 'measured' times kernels on CUDA, not on {call.device}: use 'auto'"
+            )
+        why.append("there is one way to run this: nothing was timed")
+    elif name != "auto":
         if not isinstance(name, str) or name not in BACKENDS:
-            raise BackendError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
+            raise BackendError(
+                f"backend must be one of auto, measured, {', '.join(BACKENDS)}, got {name!r}"
+            )
         backend = BACKENDS[name]
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")

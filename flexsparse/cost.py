@@ -26,9 +26,9 @@ _REACHED = {
 # neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
 _BY_ROWS = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
 # How much longer tiles take, forward and backward, in which pairs are asked for their membership: the same
-# tiles of single keys, S=16384; of blocks of 64 keys, neighbours of which differ.
+# tiles of single keys, S=16384; of blocks of 64 keys, which neighbours share, two to a tile (54 ms).
 _ASKED_TOKENS = (1.64, 1.8)
-_ASKED_BLOCKS = (1.3, 1.4)
+_ASKED_BLOCKS = (1.3, 3.0)
 # Gathered keys: parts of the matmul ceiling, forward and with backward, and times the copy ceiling, as
 # most of them come from cache: 1024 keys a query, S=16384, 4, 64 and 128 query heads a KV head.
 _GATHERED = (0.24, 0.17)
@@ -45,28 +45,35 @@ _LAUNCH = 5e-6
 
 class Tiles(NamedTuple):
     """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them; how many
-    of them ask their pairs for membership, and of how many keys a candidate is."""
+    of them ask their pairs for membership, and of how many keys a candidate is. One program visits
+    up to ``row`` of them forward and ``column`` backward."""
 
     number: float
     rows: int
     keys: int
     asked: float = 0.0
     block: int = 1
+    row: float = 0.0
+    column: float = 0.0
 
 
 def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bool) -> float:
     """Forward, and with ``grads`` backward too, of a kernel that visits tiles."""
-    pairs = tiles.number * tiles.rows * tiles.keys
     forward, backward = _REACHED[backend]
     # A kernel computes a tile in pieces whose heights are powers of two.
     share = _BY_ROWS[math.gcd(tiles.rows, 128)] if tiles.rows % 16 == 0 else _BY_ROWS[16]
     most = _ASKED_TOKENS if tiles.block < _BLOCK else _ASKED_BLOCKS
     asked = tiles.asked / tiles.number if tiles.number else 0.0
     slower = [1 + asked * (times - 1) for times in most]
-    time = pairs * _flops(dims) / (box.matmul_flops_per_s * forward * share) * slower[0]
+    area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * share
+    # The longest walk of one program takes as long as it takes, however many others there are.
+    walked = max(tiles.number, tiles.row * box.processors)
+    time = walked * area * _flops(dims) / (speed * forward) * slower[0]
     if grads:
-        again = pairs * _backward_flops(dims)
-        time += again / (box.matmul_flops_per_s * backward * share) * slower[1]
+        again = max(
+            tiles.number * _backward_flops(dims), tiles.column * box.processors * 2 * _flops(dims)
+        )
+        time += again * area / (speed * backward) * slower[1]
     return 1e3 * (time + _LAUNCH)
 
 

@@ -33,10 +33,13 @@ MOST_TILES = 2**28
 
 
 class Met(NamedTuple):
-    """Tiles that any of their queries touches, and how many of them all of their queries touch."""
+    """Tiles that any of their queries touches, and how many of them all of their queries touch; the most
+    tiles of a row, and of a column of one list."""
 
     tiles: float
     agreed: float
+    row: float
+    column: float
 
 
 def tiles_met(
@@ -61,12 +64,13 @@ def tiles_met(
     for queries, keys in sizes:
         some = touched[keys].unflatten(2, (-1, queries)).any(3)
         every = (touched[keys] | past).unflatten(2, (-1, queries)).all(3)
-        counts += [some.sum(), (some & every).sum()]
-    found: list[int] = torch.stack(counts).tolist()
-    whole = grid.batch * heads[1] / lists * there / count
+        counts += [some.sum(), (some & every).sum(), some.sum(-1).amax(), some.sum(-2).amax()]
+    found: list[list[int]] = torch.stack(counts).view(-1, 4).tolist()
+    all_rows = there / count
+    whole = grid.batch * heads[1] / lists * all_rows
     return [
-        Met(tiles * whole, agreed * whole)
-        for tiles, agreed in zip(found[::2], found[1::2], strict=True)
+        Met(tiles * whole, agreed * whole, row, column * all_rows)
+        for tiles, agreed, row, column in found
     ]
 
 

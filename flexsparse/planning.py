@@ -37,6 +37,7 @@ from flexsparse.errors import ShapeError
 from flexsparse.grid import Grid
 from flexsparse.plan import Plan, checked_qkv
 from flexsparse.program import mask_program, score_program
+from flexsparse.quicker import timed_ms
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
@@ -89,6 +90,7 @@ def make_plan(
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
     are laid) and ``tile`` override what would be chosen, as in `attention`. Where query heads are
     packed beside short rows of candidates, what neighbours share is measured, on the device.
+    ``backend="measured"`` times the two best ways that were predicted, once for a kind of call.
     """
     q, k, v = checked_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
@@ -125,11 +127,24 @@ def make_plan(
         score_code,
     )
     weighed: list[Way] = []
-    if backend == "auto" and weighs(call):
+    if backend in ("auto", "measured") and weighs(call):
         asked = None if tile is None else tile_size(tile)
         weighed = ways(
             (q, k, v), call, selection, grid, unpacked(q, k, v, selection), pack=pack, tile=asked
         )
+    if backend == "measured" and len(weighed) > 1:
+        tried = [
+            make_plan(
+                q, k, v, rule=ruled, select=selection, score=scored, scale=scale, q_offset=q_offset,
+                sink=sink, fallback=fallback, empty=empty, sanitize=sanitize,
+                backend=way.backend, pack=way.pack, tile=way.tile,
+            )
+            for way in weighed[:2]
+        ]  # fmt: skip
+        took = timed_ms(tried, q, k, v)
+        best, other = sorted(range(2), key=lambda i: took[i])
+        said = [f"{weighed[i]} predicted, {took[i]:.3g} ms measured" for i in (best, other)]
+        return replace(tried[best], selector=selector, reasons=tuple(said))
     if weighed:
         chosen, size = BACKENDS[weighed[0].backend], weighed[0].tile
         address = ADDRESSES[weighed[0].pack](*heads)

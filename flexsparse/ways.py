@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexsparse.address import folds_without_copy
 from flexsparse.backends import Call, decode, dense, flash, flex, gather
-from flexsparse.choice import BACKENDS, DEFAULT_TILE, FINE_KEYS, Pack
+from flexsparse.choice import BACKENDS, DEFAULT_TILE, FINE_KEYS, BackendName, Pack
 from flexsparse.cost import Tiles, dense_ms, gathered_ms, moved_ms, tiled_ms
 from flexsparse.device import Ceilings, ceilings
 from flexsparse.grid import Grid
@@ -27,7 +27,7 @@ class Way(NamedTuple):
     """``ms`` predicted for one run, layout apart, of a backend over tiles of (rows, keys)."""
 
     ms: float
-    backend: str
+    backend: BackendName
     pack: Pack
     tile: Size
 
@@ -101,12 +101,12 @@ def _selected(
     met = tiles_met(select, grid, heads, sizes)
     box = ceilings(call.device, call.dtype)
     found: list[Way] = []
-    for (way, (rows, keys)), (queries, _), (number, agreed) in zip(laid, sizes, met, strict=True):
+    for (way, (rows, keys)), (queries, _), at in zip(laid, sizes, met, strict=True):
         # A tile of single heads is visited by each of a group.
         each = 1 if way == "pack" else group
         whole = select.q_block % queries == 0 and select.kv_block % keys == 0
-        asked = 0.0 if whole else (number - agreed) * each
-        tiles = Tiles(number * each, rows, keys, asked, select.kv_block)
+        asked = 0.0 if whole else (at.tiles - at.agreed) * each
+        tiles = Tiles(at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each)
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize
         found += _tiled(call, tiles, way, box, copied if way == "pack" else 0.0)

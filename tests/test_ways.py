@@ -15,13 +15,14 @@ from flexsparse.backends import Call, flash
 from flexsparse.choice import unpacked
 from flexsparse.cost import Tiles, dense_ms, gathered_ms, tiled_ms
 from flexsparse.device import Ceilings
+from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.masks import Causal, SlidingWindow
 from flexsparse.program import mask_program, score_program
 from flexsparse.rules import as_rule
 from flexsparse.ways import Way, ways
 
-BOX = Ceilings(4.24e12, 795e12)
+BOX = Ceilings(4.24e12, 795e12, 132)
 DIMS = (128, 128)
 # Tiles of 128 x 128 of 16 blocks for each 128 queries, 32 heads, and ms measured: configs/bench/RESULTS.md.
 TOP_K = {16384: 1.011e9 / 128**2, 32768: 2.085e9 / 128**2}
@@ -102,6 +103,15 @@ def test_packing_is_as_tall_as_neighbours_agree(
     assert (best.backend, best.pack, best.tile[0]) == ("flex", "pack", rows)
 
 
+def test_the_first_block_of_everybody_is_one_programs_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward a kernel walks a column alone; who gathers adds to it from everywhere."""
+    found = weigh(
+        monkeypatch, (64, 4), (4096, 4096), indices=nsa(8), blocks=(1, 64), rule=Causal(),
+        has_flash=False, grads=True,
+    )  # fmt: skip
+    assert found[0].backend == "gather"
+
+
 def test_scattered_keys_of_many_heads_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     indices = torch.randint(0, 4096, (1, 1, 4096, 128), generator=draw)
@@ -144,3 +154,36 @@ def test_what_is_asked_for_is_all_that_is_weighed(monkeypatch: pytest.MonkeyPatc
 def test_a_way_says_what_it_is() -> None:
     assert str(Way(1.234, "flash", "pack", (128, 64))) == "flash over 128x64, heads packed: 1.23 ms"
     assert str(Way(12.34, "gather", "fold", (128, 128))) == "gather: 12.3 ms"
+
+
+def test_the_two_best_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsparse import planning, quicker
+
+    both = [Way(1.0, "tiles", "identity", (64, 64)), Way(2.0, "gather", "identity", (64, 64))]
+    monkeypatch.setattr(planning, "weighs", lambda call: True)
+    monkeypatch.setattr(planning, "ways", lambda *args, **kwargs: both)
+    asked: list[str] = []
+
+    def took(call: Any, device: torch.device) -> float:
+        call()
+        asked.append("timed")
+        return {1: 7.0, 2: 3.0}[len(asked)]
+
+    monkeypatch.setattr(quicker, "device_ms", took)
+    q = torch.randn(1, 2, 65, 16, requires_grad=True)
+    k, v = torch.randn(2, 1, 2, 65, 16)
+    indices = torch.randint(0, 65, (1, 1, 65, 9), generator=torch.Generator().manual_seed(0))
+    select = fs.Selection.from_indices(indices, kv_len=65, q_len=65)
+    options: Any = {"rule": Causal(), "select": select, "backend": "measured"}
+    for _ in range(2):
+        plan = fs.make_plan(q, k, v, **options)
+        assert plan.backend == "gather" and len(asked) == 2
+        assert "3 ms measured" in plan.reasons[0] and "7 ms measured" in plan.reasons[1]
+    close = fs.reference(q, k, v, rule=Causal(), select=select).out
+    torch.testing.assert_close(plan.run(q, k, v).out.double(), close, atol=1e-5, rtol=0)
+
+
+def test_without_a_gpu_there_is_nothing_to_measure() -> None:
+    q = k = v = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(BackendError, match="times kernels on CUDA"):
+        fs.attention(q, k, v, backend="measured")

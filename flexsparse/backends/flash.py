@@ -80,7 +80,14 @@ def _lse_unit() -> float:
 
 def _unsaid(program: MaskProgram, score: ScoreProgram | None) -> str | None:
     """What of the mods its code generator does not know."""
+    if program.asks_member((TILE, TILE)):
+        return (
+            "FlashAttention-4 reads no words of membership, and these candidates do not fill its tiles of "
+            f"{TILE}x{TILE}"
+        )
     for traced in (program.rule, score.score if score else None):
         if traced is not None and (words := unknown(traced)):
             return f"FlashAttention-4 does not know {', '.join(words)} of {traced.name}"
+    if score is not None and score.score.gathers > 1:
+        return f"FlashAttention-4 reads one table for each pair, and {score.score.name} more"
     return None

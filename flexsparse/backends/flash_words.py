@@ -1,21 +1,20 @@
 """Rules in the words that FlashAttention-4's code generator knows, each meaning what torch means.
 
-Its remainder and division of integers follow C, it has no minimum or maximum, and it shifts by
-constants alone. What is written here is right whichever way an integer division rounds.
+Its remainder and division of integers follow C, and it has no minimum or maximum. What is written here
+is right whichever way an integer division rounds.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexsparse.kernels.membership import WORD
-from flexsparse.program import MaskProgram, Member, ScoreProgram
+from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.tracing import Traced, function_of
 
 # What it has been seen to lower, and to compute as torch does.
@@ -74,8 +73,7 @@ def unknown(traced: Traced | None) -> list[str]:
 
 def mask_in_words(program: MaskProgram) -> MaskProgram:
     rule = None if program.rule is None else _in_words(program.rule)
-    member = None if program.member is None else _SaidMember(**vars(program.member))
-    return replace(program, rule=rule, member=member)
+    return replace(program, rule=rule)
 
 
 def score_in_words(program: ScoreProgram) -> ScoreProgram:
@@ -92,15 +90,3 @@ def _said(code: str) -> Any:
         return f"{found[1]}(" if found[1] in WORDS else found[0]
 
     return function_of(_OPERATION.sub(word, code), **WORDS)
-
-
-@dataclass(frozen=True)
-class _SaidMember(Member):
-    """A member whose bit is found without a shift by what varies."""
-
-    def bit(self, word: Tensor, row: Tensor) -> Tensor:
-        place = row % WORD
-        one = torch.ones_like(word)
-        for power in (1, 2, 4, 8, 16):
-            one = torch.where((place // power) % 2 == 1, one * 2**power, one)
-        return (word & one) != 0

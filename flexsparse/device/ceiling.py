@@ -16,10 +16,11 @@ _SIDE = {"cuda": 8192, "cpu": 1024}
 
 class Ceilings(NamedTuple):
     """``copy_bytes_per_s`` counts each byte of a copy twice, read and written;
-    ``matmul_flops_per_s`` a multiplication and an addition as two."""
+    ``matmul_flops_per_s`` a multiplication and an addition as two. ``processors`` share the work."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
+    processors: int = 1
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
@@ -27,7 +28,10 @@ def ceilings(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) ->
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return Ceilings(_copy(device), _matmul(device, dtype))
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Ceilings(_copy(device), _matmul(device, dtype), processors)
 
 
 @cache

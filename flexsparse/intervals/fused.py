@@ -40,8 +40,9 @@ from flexsparse.shapes import ceil_div
 OPEN, MAY_FAIL = 3, 4
 # Devices on which launches cost more than what a judge computes.
 FUSED_ON = frozenset({"cuda"})
-# How often a kind of rule is built before its judge is compiled: what is built once never pays.
-BUILDS_BEFORE = 1
+# How often a kind of rule is built before its judge is compiled, which takes seconds: it pays for who
+# builds at every step, such as for the documents of each batch.
+BUILDS_BEFORE = 8
 # Tiles judged at once.
 TILES_AT_ONCE = 2**26
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")

@@ -124,22 +124,28 @@ class Buffers(NamedTuple):
 
 def buffers(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> Buffers:
     """``candidates`` of 0 leave no place for words."""
-    batch, heads, sel_rows, kept = indices.shape
+    kept = indices.shape[-1]
     rows, columns = geometry.tiles
     shape = (2, lists.batch, lists.heads, rows)
     bits = 2 * lists.batch * lists.heads * rows * ceil_div(columns, 32)
     return Buffers(
         indices.new_empty(shape),
         indices.new_empty((*shape, geometry.row_capacity(kept))),
-        indices.new_zeros(bits + batch * heads * ceil_div(sel_rows, 32) * candidates),
+        indices.new_zeros(bits + ceil_div(_bytes(indices, candidates), 4)),
     )
+
+
+def _bytes(indices: Tensor, candidates: int) -> int:
+    """Of the membership words."""
+    batch, heads, rows, _ = indices.shape
+    return batch * heads * ceil_div(rows, membership.WORD) * candidates
 
 
 def opened(
     made: Buffers, indices: Tensor, candidates: int, geometry: Geometry, lists: Lists
 ) -> RowTiles:
     """Buffers as what they hold."""
-    batch, heads, sel_rows, _ = indices.shape
+    batch, heads = indices.shape[:2]
     rows, columns = geometry.tiles
     width = ceil_div(columns, 32)
     bits = 2 * lists.batch * lists.heads * rows * width
@@ -147,7 +153,8 @@ def opened(
     partial_idx, full_idx = made.slots.unbind(0)
     words = no_words(indices)
     if candidates:
-        words = made.cleared[bits:].view(batch, heads, ceil_div(sel_rows, 32), candidates)
+        size = _bytes(indices, candidates)
+        words = made.cleared[bits:].view(torch.uint8)[:size].view(batch, heads, -1, candidates)
     tile_bits = made.cleared[:bits].view(2, lists.batch, lists.heads, rows, width)
     return RowTiles(partial_num, partial_idx, full_num, full_idx, tile_bits, words)
 
@@ -172,7 +179,7 @@ def filled(
     return Buffers(
         torch.stack([found.partial_num, found.full_num]),
         torch.stack([found.partial_idx, found.full_idx]),
-        torch.cat([found.bits.flatten(), found.words.flatten()]),
+        torch.cat([found.bits.flatten(), _as_ints(found.words)]),
     )
 
 
@@ -201,7 +208,12 @@ def _(
 
 
 def no_words(indices: Tensor) -> Tensor:
-    return indices.new_empty((*indices.shape[:2], 0, 0))
+    return indices.new_empty((*indices.shape[:2], 0, 0), dtype=torch.uint8)
+
+
+def _as_ints(words: Tensor) -> Tensor:
+    """Bytes as int32, filled up with zeros."""
+    return torch.nn.functional.pad(words.flatten(), (0, -words.numel() % 4)).view(torch.int32)
 
 
 def _meetings(indices: Tensor, geometry: Geometry, at: Tensor) -> Tensor:

@@ -58,9 +58,11 @@ def _merge(
     chosen = tl.load(indices + line + k, mask=inside, other=-1)
     used = chosen >= 0
     if HAS_WORDS:
-        bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 32).to(tl.int32)
-        word = (source * ((sel_rows + 31) // 32) + row // 32) * candidates + chosen
-        tl.atomic_or(words + word, bit, mask=used & (step == 0) & writes, sem="relaxed")
+        # Bytes are marked four at once: there is no atomic operation on one.
+        byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + chosen
+        bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
+        four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+        tl.atomic_or(four, bit, mask=used & (step == 0) & writes, sem="relaxed")
 
     if INSIDE == 1:
         tile = chosen * STEPS + step

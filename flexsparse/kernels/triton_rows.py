@@ -48,19 +48,21 @@ def _rows(
     last = (min((r + 1) * Q_TILE, q_len) - 1) // Q_BLOCK
     column = tl.arange(0, COLUMNS)
     met = tl.zeros([COLUMNS], tl.int32)
-    word_rows = (sel_rows + 31) // 32
+    word_rows = (sel_rows + 7) // 8
     for i in range(ROWS):
         row = first + i
         line = (sel_b * sel_heads + sel_h).to(tl.int64) * sel_rows + row
-        word_line = (sel_b * sel_heads + sel_h).to(tl.int64) * word_rows + row // 32
+        word_line = (sel_b * sel_heads + sel_h).to(tl.int64) * word_rows + row // 8
         for start in range(0, kept, AT_ONCE):
             k = start + tl.arange(0, AT_ONCE)
             chosen = tl.load(indices + line * kept + k, mask=(row <= last) & (k < kept), other=-1)
             used = chosen >= 0
             if HAS_WORDS:
-                bit = tl.full([AT_ONCE], 1, tl.int32) << (row % 32)
-                word = words + word_line * candidates + chosen
-                tl.atomic_or(word, bit, mask=used & writes, sem="relaxed")
+                # Bytes are marked four at once: there is no atomic operation on one.
+                byte = word_line * candidates + chosen
+                bit = tl.full([AT_ONCE], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
+                four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+                tl.atomic_or(four, bit, mask=used & writes, sem="relaxed")
             c = chosen * KV_BLOCK // KV_TILE
             end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
             for step in tl.static_range(STEPS):
