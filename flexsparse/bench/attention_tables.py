@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +12,7 @@ from flexsparse.bench.form import Record, add, table
 from flexsparse.experiment.table import NOTHING, number
 
 _MODES = {"forward": "", "training": "  and backward"}
+_STEP_TIMES = (("eager_ms", "eager"), ("wall_ms", "wall"), ("graph_ms", "graph"))
 
 
 def attention_tables(records: list[Record]) -> list[Table]:
@@ -22,23 +23,23 @@ def attention_tables(records: list[Record]) -> list[Table]:
 
 def _delivered(records: list[Record]) -> Table:
     made = table(
-        "Delivered = (dense / total) / promised; total = layout and kernel in one call",
+        "Delivered = (dense / total) / promised = selector x worktable x kernel; ms, total = layout and "
+        "kernel in one call",
         ["row", "by"],
         [
-            "dense ms", "layout ms", "kernel ms", "total ms", "promised", "got", "delivered",
-            "= selector x worktable x kernel", "inflation", "error (plain)",
+            "dense", "layout", "kernel", "total", "promised", "got", "delivered", "selector",
+            "worktable", "kernel", "inflation",
         ],
     )  # fmt: skip
     for record, mode, found in _timed(records):
         attention = record["attention"]
-        times, dense, check = found["time_ms"], found["dense"], attention["check"]
-        factors = (number(found["factors"][n]) for n in ("selector", "worktable", "kernel"))
+        times, dense = found["time_ms"], found["dense"]
         add(
             made, *_named(record, mode), f"{number(dense['ms'])} {dense['by']}",
             *(number(times[part]) for part in ("layout", "kernel", "total")),
             f"{number(found['promised'])}x", f"{number(found['got'])}x", number(found["delivered"]),
-            " x ".join(factors), number(attention["inflation"]),
-            f"{number(check['error'])} ({number(check['plain_error'])})",
+            *(number(found["factors"][n]) for n in ("selector", "worktable", "kernel")),
+            number(attention["inflation"]),
         )  # fmt: skip
     return made
 
@@ -101,42 +102,42 @@ def _ratio(times: dict[str, Any], ours: dict[str, Any] | None, first: bool) -> l
 
 
 def _steps(records: list[Record]) -> Table:
+    # Without a device there is one kind of time.
+    on_cpu = all(record["device"] == "cpu" for record in records)
+    shown = _STEP_TIMES[:1] if on_cpu else _STEP_TIMES
     made = table(
-        "A decode step: eager, and in a CUDA graph; how many of it the fastest dense one takes",
+        "A decode step, ms, and how many of it the fastest dense one takes",
         ["row", "by", "what"],
-        ["eager ms", "wall ms", "graph ms", "dense / it, eager", "in a graph"],
+        [head for _, name in shown for head in (name, "dense / it")],
         ["why not"],
     )
     for record in records:
         steps = (record["attention"] or {}).get("steps") or []
-        dense = [s["cost"] for s in steps if s["what"].startswith("dense") and s["cost"]]
-        peers = [
-            {"what": p["name"], "graph": p["forward"].get("graph"), "eager": p["forward"]["total"]}
-            for p in record["peers"]
-            if "forward" in p
-        ]
-        best = {
-            key: min((c[key] for c in dense if c[key]), default=None)
-            for key in ("eager_ms", "graph_ms")
-        }
-        for i, step in enumerate(steps):
-            cost = step["cost"] or {}
-            why = step["reason"] or cost.get("no_graph")
+        lines = [(s["what"], s["cost"] or {}, s["reason"]) for s in steps]
+        dense = [cost for what, cost, _ in lines if what.startswith("dense")]
+        best = {key: _least(cost.get(key) for cost in dense) for key, _ in shown}
+        for peer in record["peers"] if steps else []:
+            if "forward" in peer:
+                took = {
+                    "eager_ms": peer["forward"]["total"],
+                    "graph_ms": peer["forward"].get("graph"),
+                }
+                lines.append((peer["name"], took, "eager with its plan, in a graph without"))
+        for i, (what, cost, why) in enumerate(lines):
             named = [record["name"], record["attention"]["backend"]] if i == 0 else ["", ""]
-            times = (cost.get(key) for key in ("eager_ms", "wall_ms", "graph_ms"))
-            add(
-                made, *named, step["what"], *map(number, times),
-                *(_over(best[key], cost.get(key)) for key in best), why or "",
-            )  # fmt: skip
-        for other in peers if steps else []:
-            add(
-                made, "", "", other["what"], number(other["eager"]), NOTHING, number(other["graph"]),
-                _over(best["eager_ms"], other["eager"]), _over(best["graph_ms"], other["graph"]),
-                "its plan inside eager, outside the graph",
-            )  # fmt: skip
+            times = [
+                cell
+                for key, _ in shown
+                for cell in (number(cost.get(key)), _over(best[key], cost.get(key)))
+            ]
+            add(made, *named, what, *times, why or (not on_cpu and cost.get("no_graph")) or "")
         if steps:
             made.add_section()
     return made
+
+
+def _least(times: Iterable[float | None]) -> float | None:
+    return min((ms for ms in times if ms), default=None)
 
 
 def _over(a: float | None, b: float | None) -> str:
@@ -188,7 +189,7 @@ def _proof(records: list[Record]) -> Table:
     made = table(
         "Proof, in the same run: query rows against fp64, of the error's budget; NaN where no list says",
         ["row", "by"],
-        ["checked", "of budget", "worst", "tiles of NaN", "bits equal"],
+        ["checked", "error (plain)", "of budget", "worst", "tiles of NaN", "bits equal"],
     )
     for record in records:
         points = (record["linear"] or {}).get("points") or [record["attention"]]
@@ -201,7 +202,8 @@ def _proof(records: list[Record]) -> Table:
             equal = {True: "yes", False: "NO", None: NOTHING}[hidden["equal"]]
             add(
                 made, record["name"], found["backend"],
-                f"{check['rows']} {'ok' if check['ok'] else 'WRONG'}", f"{shares[worst]:.0%}", worst,
+                f"{check['rows']} {'ok' if check['ok'] else 'WRONG'}",
+                f"{number(check['error'])} ({number(check['plain_error'])})", f"{shares[worst]:.0%}", worst,
                 f"{hidden['tiles']:,}", equal,
             )  # fmt: skip
     return made

@@ -145,7 +145,8 @@ class Linear(Heads):
 class Row(Strict):
     """One problem, of one kind. ``attention`` also times attention over it, against dense.
 
-    ``backend`` and ``pack`` are make_plan's; of several backends each gets a record.
+    ``backend`` and ``pack`` are make_plan's; of several backends each gets a record. ``peers`` are those
+    of the configuration, where none are given.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Row(Strict):
     attention: bool = False
     backend: BackendName | Annotated[list[BackendName], Field(min_length=1)] | None = None
     pack: Pack | None = None
+    peers: list[PeerName] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -16,10 +16,10 @@ def table(
     title: str, words: Sequence[str], figures: Sequence[str], remarks: Sequence[str] = ()
 ) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for head in words:
-        made.add_column(head, overflow="fold", min_width=4)
+    for i, head in enumerate(words):
+        made.add_column(head, overflow="fold", min_width=6 if i else 16)
     for head in figures:
-        made.add_column(head, justify="right")
+        made.add_column(head, justify="right", no_wrap=True)
     for head in remarks:
         made.add_column(head, overflow="fold")
     return made

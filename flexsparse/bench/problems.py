@@ -105,7 +105,9 @@ def _blocks(of: Blocks, common: tuple[*Common, MaskRule | None], draw: torch.Gen
         return keeping(of.keep)
     tail = (of.tail.rows, of.tail.share)
     counts = long_tailed(of.length, of.kv_heads, blocks, of.keep, tail, draw)
-    even = keeping(max(1, round(counts.float().mean().item())))
+    # Shares of the whole that differ by one at most.
+    ends = torch.arange(counts.numel() + 1, device=counts.device) * counts.sum() // counts.numel()
+    even = keeping(ends.diff().view_as(counts))
     return replace(keeping(counts), even=even, padded=keeping(int(counts.max())))
 
 

@@ -133,7 +133,8 @@ def _fill(
         record |= {"status": "wrong", "error": wrong}
     if not beside:
         beside["dense"] = dense_ms(made)
-        beside["peers"] = [peer(name, made, config.patience) for name in config.peers]
+        wanted = config.peers if row.peers is None else row.peers
+        beside["peers"] = [peer(name, made, config.patience) for name in wanted]
     record["peers"] = beside["peers"]
     found |= attended(made, beside["dense"])
     if given.scores is not None:

@@ -40,10 +40,13 @@ def _conversion(records: list[dict[str, Any]]) -> Table:
         [head for name in shown.values() for head in (name, "x")],
         ["what it does, or why not"],
     )
+    told: set[str] = set()
     for record in records:
         ours = record["ours"]
-        if ours is None or (record["attention"] and not record["baselines"]):
+        # Others were timed beside the first backend of a row.
+        if ours is None or record["name"] in told:
             continue
+        told.add(record["name"])
         lines = [(OURS, ours, _way(record))]
         if record.get("look_ahead"):
             lines.append(("look ahead", record["look_ahead"], "the rule's tiles alone"))

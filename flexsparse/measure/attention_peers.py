@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ def flex_dense(made: Conversion) -> Rival:
     if problem.causal and grid.q_len != grid.kv_len:
         raise UnfitError("its causal lists are made for as many queries as keys")
     mask = causal_mask(grid.q_len, problem.device) if problem.causal else None
-    attend = _flex()
+    attend = _flex(_kind(qkv, "dense" if mask is None else "causal"))
     return Rival(
         qkv, lambda q, k, v: attend(q, k, v, mask), lambda q, k, v: attend(q, k, v, mask),
         "dense: all pairs, lists made before",
@@ -72,7 +73,7 @@ def attn_gym(made: Conversion) -> Rival:
         raise UnfitError("it takes square tiles, or tokens under one list")
     indices, tile, columns = vsa_indices(made)
     q, k, v = (_folded(x, problem.heads[1]) for x in qkv)
-    flex = _flex()
+    flex = _flex(_kind((q, k, v), "tiles"))
 
     def mask() -> Any:
         return vsa.create_vsa_block_mask(indices, tile, columns)
@@ -208,7 +209,9 @@ def _paged(problem: Problem, qkv: QKV) -> Rival:
     )  # fmt: skip
 
 
-def _flex() -> Callable[..., Tensor]:
+@cache
+def _flex(kind: tuple[object, ...]) -> Callable[..., Tensor]:
+    """FlexAttention compiled for one kind of call, with all that differs between kinds in it."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -217,6 +220,10 @@ def _flex() -> Callable[..., Tensor]:
         return out
 
     return compiled_alone(attend)
+
+
+def _kind(qkv: QKV, mask: str) -> tuple[object, ...]:
+    return (mask, *((x.dtype, x.shape) for x in qkv))
 
 
 def _on_cuda(made: Conversion) -> tuple[Problem, QKV]:

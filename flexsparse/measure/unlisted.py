@@ -18,8 +18,8 @@ def unlisted(made: Conversion) -> dict[str, Any]:
 
     In one pass those that no row of a KV head lists; then, for some rows of tiles spread over all,
     those that this row does not list, where only its own output counts. ``tiles`` were filled in all
-    passes, over all KV heads; ``equal`` is None where every tile is listed everywhere. `dense` visits no tiles and
-    clears only what nobody sees: it gets the first pass alone.
+    passes, over all KV heads; ``equal`` is None where every tile is listed everywhere. `dense` visits
+    no tiles and clears only what nobody sees: it gets the first pass alone.
     """
     plan, layout = made.plan, made.layout_of_plan
     assert plan is not None and made.qkv is not None
@@ -35,8 +35,12 @@ def unlisted(made: Conversion) -> dict[str, Any]:
     passes: list[tuple[Tensor, slice]] = [(~listed.any(2), slice(None))]
     if plan.backend != "dense":
         passes += [(~listed[:, :, r], slice(r * tile, (r + 1) * tile)) for r in spread]
+
+    def attended(k: Tensor, v: Tensor) -> Tensor:
+        return address.pack(plan.run(q, k, v, layout).out.contiguous(), "q")
+
     with torch.no_grad():
-        before = address.pack(plan.run(q, k, v, layout).out, "q")
+        before = attended(k, v)
         tiles, equal = 0, True
         for hidden, span in passes:
             if not (filled := int(hidden.sum())):
@@ -49,6 +53,6 @@ def unlisted(made: Conversion) -> dict[str, Any]:
                 # The kernel's view of the copy: filled where a kernel would look.
                 address.pack(copy, name).masked_fill_(keys, torch.nan)
                 given.append(copy)
-            after = address.pack(plan.run(q, given[0], given[1], layout).out, "q")
+            after = attended(given[0], given[1])
             equal &= torch.equal(before[:, :, span], after[:, :, span])
     return {"tiles": tiles, "equal": equal if tiles else None}

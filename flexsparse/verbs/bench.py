@@ -41,6 +41,6 @@ def bench(
 
     records = running.run(made, folder, told)
     # Where nobody says how wide the page is, as in a log, the tables decide.
-    print_tables(records, Console() if sys.stdout.isatty() else Console(width=140))
+    print_tables(records, Console() if sys.stdout.isatty() else Console(width=160))
     typer.echo(f"{folder / 'rows.jsonl'}")
     return 0 if all(record["status"] in ("ok", "refused") for record in records) else 1
