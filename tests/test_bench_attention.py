@@ -205,6 +205,14 @@ def test_the_configurations_that_come_along() -> None:
         assert all(trained) if name == "training" else not any(trained)
 
 
+def test_the_rows_in_the_readme(tmp_path: Path) -> None:
+    parts = (ROOT / "README.md").read_text().split("```yaml\n")[1:]
+    shown = next(part.split("```")[0] for part in parts if "peers:" in part)
+    (tmp_path / "c.yaml").write_text(f"name: x\n{shown}")
+    kinds = {row.kind for row in load(tmp_path / "c.yaml").config.rows}
+    assert kinds == {"blocks", "nsa", "ragged", "decode", "linear"}
+
+
 def test_mistakes_are_told(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(
