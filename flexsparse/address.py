@@ -1,13 +1,15 @@
 """Kernel coordinates and logical ones: forward on tensors, backward on what a kernel asks.
 
 A kernel sees a batch, query heads, KV heads and rows. The address says which logical sequence, head
-and query each of them is, so that rules, scores and membership keep speaking of logical things.
+and query each of them is, so that rules, scores and membership keep speaking of logical things; and
+where among them a logical query stands.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flexsparse.errors import LayoutError
@@ -35,6 +37,11 @@ class Identity:
         return 1
 
     @property
+    def rows_per_query(self) -> int:
+        """Kernel rows that one query takes: more than one where its heads are rows."""
+        return 1
+
+    @property
     def kernel_heads(self) -> tuple[int, int]:
         """Query and KV heads as the kernel sees them."""
         return self.heads, self.kv_heads
@@ -43,7 +50,7 @@ class Identity:
         return batch
 
     def pack(self, x: Tensor, name: str) -> Tensor:
-        """q, k or v as the kernel wants it; always a view."""
+        """q, k or v as the kernel wants it; of k and v always a view."""
         return x
 
     def unpack(self, x: Tensor, batch: int) -> Tensor:
@@ -54,11 +61,20 @@ class Identity:
         """Kernel indices -> sequence, query head, query, position of the key."""
         return b, h, q, kv
 
+    def kernel(self, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence, query head, query -> the kernel's entry of the batch, head and row."""
+        return b, h, q
+
     def lists(self, x: Tensor, batch: int) -> Tensor:
         """Something per logical head ``[B or 1, 1 | Hkv | Hq, …]`` -> per kernel list."""
         if x.shape[1] in (1, self.heads):
             return x
         return x.repeat_interleave(self.heads // x.shape[1], 1)
+
+    def codes(self, codes: Tensor) -> Tensor:
+        """What a rule makes of tiles for each query head ``[B or 1, Hq or 1, R, C]`` -> for all heads
+        that stand in a kernel row of tiles together: 0 where none sees any, 2 where all see all."""
+        return codes
 
     def __str__(self) -> str:
         return "heads as they are"
@@ -100,6 +116,9 @@ class FoldedHeads(Identity):
     def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
         return b // self.kv_heads, b % self.kv_heads * self.group + h, q, kv
 
+    def kernel(self, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return b * self.kv_heads + h // self.group, h % self.group, q
+
     def lists(self, x: Tensor, batch: int) -> Tensor:
         x = x.expand(batch, *x.shape[1:])
         if x.shape[1] == 1:
@@ -111,10 +130,62 @@ class FoldedHeads(Identity):
         return "KV heads folded into the batch"
 
 
+@dataclass(frozen=True)
+class PackedHeads(FoldedHeads):
+    """KV heads in the batch, and the query heads of each beside their queries: with G of them, row r
+    is query ``r // G`` of head ``r % G``. A tile spans G times fewer queries; q and out are copied.
+
+    Source: Yuan et al., "Native Sparse Attention", 2025, https://arxiv.org/abs/2502.11089, 3.4: the
+    heads of a group share what their query selects, so they are computed together.
+    """
+
+    @property
+    def key(self) -> str:
+        return f"packed/{self.heads}/{self.kv_heads}"
+
+    @property
+    def rows_per_query(self) -> int:
+        return self.group
+
+    @property
+    def kernel_heads(self) -> tuple[int, int]:
+        return 1, 1
+
+    def pack(self, x: Tensor, name: str) -> Tensor:
+        if name != "q":
+            return super().pack(x, name)
+        batch, _, _, dim = x.shape
+        beside = x.view(batch, self.kv_heads, self.group, -1, dim).transpose(2, 3)
+        return beside.reshape(batch * self.kv_heads, 1, -1, dim)
+
+    def unpack(self, x: Tensor, batch: int) -> Tensor:
+        beside = x.reshape(batch, self.kv_heads, -1, self.group, *x.shape[3:])
+        return beside.transpose(2, 3).flatten(1, 2).contiguous()
+
+    def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        head = b % self.kv_heads * self.group + q % self.group
+        return b // self.kv_heads, head, q // self.group, kv
+
+    def kernel(self, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return b * self.kv_heads + h // self.group, h - h, q * self.group + h % self.group
+
+    def codes(self, codes: Tensor) -> Tensor:
+        if codes.shape[1] == 1:
+            return codes
+        grouped = codes.view(-1, self.kv_heads, self.group, *codes.shape[2:])
+        low, high = grouped.amin(2), grouped.amax(2)
+        # 1 where the heads differ, whatever they differ in.
+        return torch.where(low == high, low, 1)
+
+    def __str__(self) -> str:
+        return f"KV heads folded into the batch, {self.group} query heads beside each query"
+
+
 def address_of(key: str) -> Identity:
     """The address of a key."""
     name, heads, kv_heads = key.split("/")
-    return {"identity": Identity, "folded": FoldedHeads}[name](int(heads), int(kv_heads))
+    kinds = {"identity": Identity, "folded": FoldedHeads, "packed": PackedHeads}
+    return kinds[name](int(heads), int(kv_heads))
 
 
 def folds_without_copy(x: Tensor) -> bool:

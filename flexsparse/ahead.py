@@ -12,8 +12,8 @@ from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
 from flexsparse.device import lasting
 from flexsparse.grid import Grid
-from flexsparse.intervals import lists_of, rule_codes, rule_tiles
-from flexsparse.occupancy import list_axes, on_device_only
+from flexsparse.intervals import rule_codes, rule_lists
+from flexsparse.occupancy import kernel_span, list_axes, logical_span, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
 from flexsparse.tracing import naming
 from flexsparse.versions import Versions
@@ -42,7 +42,11 @@ class Terms(NamedTuple):
 
     @property
     def span(self) -> Span:
-        return Span(self.grid.q_len, self.grid.kv_len, *self.block_size)
+        return kernel_span(self.program.address, self.grid, self.block_size)
+
+    @property
+    def logical_span(self) -> Span:
+        return logical_span(self.program.address, self.grid, self.block_size)
 
     @property
     def asks_queries(self) -> bool:
@@ -63,7 +67,8 @@ class Ahead:
     """Tables of the rule and offset, and what the rule makes of each tile.
 
     Without a selection that is the whole layout: ``lists`` of torch's, in kernel coordinates. Beside
-    one it is ``codes [B or 1, Hq or 1, R, C]`` in logical axes; None where every tile is full.
+    one, or where rows of tiles hold several heads, it is ``codes [B or 1, Hq or Hkv or 1, R, C]`` in
+    logical axes; None where every tile is full.
 
     Once positions have advanced there is ``past``, 0-d bool, whether any would have left the keys; the
     tensors then stay the same ones, as a captured graph may read and write them.
@@ -92,22 +97,27 @@ class Ahead:
 
 @lasting
 def look_ahead(terms: Terms) -> Ahead:
-    program, grid, span, device = terms.program, terms.grid, terms.span, terms.device
+    program, grid, device = terms.program, terms.grid, terms.device
+    address = program.address
     # Read first: a change from here on is one that these tiles do not know of.
     versions = program.versions(grid)
     tables = program.fixed_tables(grid, device)
     codes = lists = None
-    if program.member is None and not on_device_only(device):
+    alone = program.member is None and address.rows_per_query == 1
+    if alone and not on_device_only(device):
+        span = terms.span
         axes = list_axes(program, grid, None)
-        with naming(program.rule):
-            tiles = rule_tiles(program, program.tables(tables), grid, span, axes, device)
         # Which keys nobody sees is read by column.
-        lists = lists_of(tiles, by_column=terms.columns != 0 or terms.sanitize)
+        by_column = terms.columns != 0 or terms.sanitize
+        with naming(program.rule):
+            read = program.tables(tables)
+            lists = rule_lists(program, read, grid, span, axes, device, by_column=by_column)
         if terms.moves:
             # At a later position a row may need any width.
             lists = [_wide(x, span.tiles[1]) if i % 2 else x for i, x in enumerate(lists)]
     elif program.rule is not None and not terms.asks_queries:
-        codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
+        codes = rule_codes(program.of_rule_alone(), tables, grid, terms.logical_span, device)
+        codes = address.codes(codes)
     return Ahead(versions, tables, codes, lists)
 
 

@@ -82,7 +82,9 @@ def attention(
     S - Q. ``sink``: learned logits ``[Hq]`` in the denominator. ``fallback``: what a query that
     sees nothing gets, ``"self"`` or ``("local", n)``, within the rule; ``empty="error"`` refuses
     one that still sees nothing. ``sanitize``: keys that nobody sees may hold NaN. ``backend``,
-    ``pack`` (how heads are laid) and ``tile`` override what would be chosen.
+    ``pack`` and ``tile`` override what would be chosen: heads lie as they are (``"identity"``), KV
+    heads in the batch (``"fold"``), or moreover query heads beside their queries (``"pack"``), whose
+    tiles then count rows of single heads.
 
     >>> import torch
     >>> from flexsparse.masks import Causal

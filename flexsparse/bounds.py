@@ -9,6 +9,7 @@ and at the borders and an even sample of a large one.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from flexsparse.errors import RuleError
 from flexsparse.grid import Grid
 from flexsparse.parameters import describe, name_of
 from flexsparse.tracing import Traced, naming
+from flexsparse.versions import Versions
 
 # Query and key positions tried together where an index depends on both.
 _PAIRS = 1024
@@ -48,11 +50,26 @@ class _Table:
         return self.tensor[tuple(i.to(torch.int64) for i in indices)]
 
 
-@torch.no_grad()
+# The call in which each rule was last found to stay inside its tables: layers and steps ask the same.
+_held: WeakKeyDictionary[Traced, tuple[object, ...]] = WeakKeyDictionary()
+
+
 def check_tables(mod: object, traced: Traced, grid: Grid, heads: int) -> None:
     """Raises `RuleError` where ``traced`` would read a table past its end in this call."""
     if torch.compiler.is_compiling() or not any(t.ndim for t in traced.tensors):
         return
+    call = (grid.q_len, grid.kv_len, grid.q_offset, grid.batch, heads, Versions.of(traced.tensors))
+    # A table that does not count its changes, and an offset on a device, may be others by now.
+    lasts = isinstance(grid.q_offset, int) and not any(t.is_inference() for t in traced.tensors)
+    if lasts and _held.get(traced) == call:
+        return
+    _check(mod, traced, grid, heads)
+    if lasts:
+        _held[traced] = call
+
+
+@torch.no_grad()
+def _check(mod: object, traced: Traced, grid: Grid, heads: int) -> None:
     device = next(t.device for t in traced.tensors if t.ndim)
     tables = [
         _Table(t.detach().to(device), traced.name, f"{name_of(mod, t)} {describe(t)}")

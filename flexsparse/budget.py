@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from flexsparse.shapes import ceil_div
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """Tiles visited by a row of tiles, over all batches and query heads."""
+    """Tiles visited by a row of tiles, over all that the kernel has."""
 
     min: int
     median: int
@@ -42,7 +41,7 @@ class Budget(Shown):
     ``logical_pairs`` is what rule and selection allow; ``physical_pairs`` is tiles times tile area,
     what a kernel computes; their ratio is the ``inflation``: partial tiles that hold few of their
     pairs, as where queries of one tile want different keys, and tiles that hang over the lengths, as
-    all do when decoding one query. ``kv_bytes`` is what visiting the tiles
+    all do when decoding one query. A tile whose rows are heads as well counts once. ``kv_bytes`` is what visiting the tiles
     reads of K and V if heads that share a list share the reading, ``metadata_bytes`` the lists and
     tables; ``kv_bytes_if`` and ``metadata_bytes_if`` put the three ways to share side by side.
     """
@@ -99,10 +98,10 @@ def count(layout: Layout) -> Budget:
     heads, kv_heads = address.heads, address.kv_heads
     batch = address.kernel_batch(grid.batch)
     partial, full = (
-        address.unpack(counts.expand(batch, address.kernel_heads[0], -1), grid.batch)
+        counts.expand(batch, address.kernel_heads[0], -1)
         for counts in (layout.kv_num_blocks, layout.full_kv_num_blocks)
     )
-    visited = partial + full  # [B, Hq, R]
+    visited = partial + full  # in kernel coordinates, [B, H, R]
     area = layout.block_size[0] * layout.block_size[1]
     tiles, full_tiles = int(visited.sum()), int(full.sum())
     pair_flops = 2 * (element.head_dim + element.v_head_dim)
@@ -140,17 +139,19 @@ def count(layout: Layout) -> Budget:
 def _reads(layout: Layout, tiles: int) -> Sharing:
     """How often a tile of keys is read if heads share their lists, and so what any of them visits."""
     address, grid = layout.address, layout.grid
+    # A tile whose rows are heads too would be visited for each of them.
+    per_query_head = tiles * address.rows_per_query
     if _list_heads(layout) == 1:
-        shared = tiles // address.heads * address.kv_heads
-        return Sharing(shared=shared, per_kv_head=shared, per_query_head=tiles)
+        shared = per_query_head // address.heads * address.kv_heads
+        return Sharing(shared=shared, per_kv_head=shared, per_query_head=per_query_head)
     partial, full = layout.tile_maps()
     batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
-    visited = address.unpack((partial | full).expand(batch, heads, -1, -1), grid.batch)
-    group = rearrange(visited, "b (g r) m n -> b g r m n", g=address.kv_heads)
+    visited = (partial | full).expand(batch, heads, -1, -1)
+    group = visited.reshape(grid.batch, address.kv_heads, -1, *visited.shape[2:])
     return Sharing(
-        shared=int(visited.any(1).sum()) * address.kv_heads,
+        shared=int(group.flatten(1, 2).any(1).sum()) * address.kv_heads,
         per_kv_head=int(group.any(2).sum()),
-        per_query_head=tiles,
+        per_query_head=per_query_head,
     )
 
 

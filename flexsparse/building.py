@@ -142,9 +142,7 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
-        # One row of candidates stands for all queries, as a block over every row of tiles does.
-        q_block = span.tiles[0] * span.q_tile if select.rows == 1 else select.q_block
-        geometry = Geometry(*span[:2], q_block, select.kv_block, *span[2:])
+        geometry = geometry_of(terms, select)
         *counts, bits, words = row_tiles(
             select.indices,
             select.candidates,
@@ -161,6 +159,14 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
 def maps_of(codes: Tensor) -> Tensor:
     """bool ``[2, B, H, R, C]``: the tiles of which a rule allows some pairs, and all."""
     return torch.stack([(codes != EMPTY) & (codes != FULL), codes == FULL])
+
+
+def geometry_of(terms: Terms, select: Selection) -> Geometry:
+    """How the blocks of a selection lie on the tiles."""
+    span = terms.logical_span
+    # One row of candidates stands for all queries, as a block over every row of tiles does.
+    q_block = span.tiles[0] * span.q_tile if select.rows == 1 else select.q_block
+    return Geometry(*span[:2], q_block, select.kv_block, *span[2:])
 
 
 def assembled(
@@ -251,7 +257,7 @@ def by_pairs(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     words = occupied = nothing_seen = None
     if select is not None:
         words = membership.pack(select.indices, select.candidates)
-        occupied = address.lists(occupancy(select, span), grid.batch)
+        occupied = address.lists(occupancy(select, terms.logical_span), grid.batch)
     lists = list_axes(program, grid, occupied)
     if program.reach is not None and occupied is not None:
         # Who is empty without the fallback decides where the fallback counts.

@@ -2,52 +2,116 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import Tensor
 
-from flexsparse.address import FoldedHeads, Identity, folds_without_copy
+from flexsparse.address import FoldedHeads, Identity, PackedHeads, folds_without_copy
 from flexsparse.arguments import tile_size
 from flexsparse.backends import Backend, Call, decode, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
+from flexsparse.grid import Grid
+from flexsparse.occupancy import on_device_only
+from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
-from flexsparse.shapes import next_power_of_two
+from flexsparse.shapes import ceil_div, next_power_of_two
 
 BackendName = Literal["auto", "decode", "flash", "flex", "tiles", "gather", "dense"]
-Pack = Literal["identity", "fold"]
+Pack = Literal["identity", "fold", "pack"]
 BACKENDS: dict[str, Backend] = {
     "decode": decode, "flash": flash, "flex": flex, "tiles": tiles, "gather": gather, "dense": dense
 }  # fmt: skip
+ADDRESSES: dict[Pack, type[Identity]] = {
+    "identity": Identity,
+    "fold": FoldedHeads,
+    "pack": PackedHeads,
+}
 # These visit no tiles, so nobody reads their lists by column.
 UNTILED = frozenset({"gather", "dense"})
 _UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
-_DEFAULT_TILE = (128, 128)
+DEFAULT_TILE = (128, 128)
+# Keys of a tile where candidates are smaller than the default: hardly slower, and half as much wasted.
+FINE_KEYS = 64
 
 
 def choose_address(
     q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
 ) -> Identity:
     heads, kv_heads = q.shape[1], k.shape[1]
-    if pack not in (None, "identity", "fold"):
-        raise ArgumentError(f"pack must be None, 'identity' or 'fold', got {pack!r}")
-    viewable = all(folds_without_copy(x) for x in (q, k, v))
-    per_query = select is not None and select.heads == heads and heads != kv_heads
+    if pack not in (None, *ADDRESSES):
+        raise ArgumentError(f"pack must be None, 'identity', 'fold' or 'pack', got {pack!r}")
+    if pack == "pack":
+        return _packed(q, k, v, select, why)
     if pack == "fold":
-        if not viewable:
+        if not _viewable(q, k, v):
             raise LayoutError(
                 "pack='fold' needs q, k and v whose heads fold into the batch without a copy: make "
                 "them contiguous as [B, H, S, D], or leave pack out"
             )
         why.append("KV heads are folded as asked")
         return FoldedHeads(heads, kv_heads)
-    per_kv = select is not None and select.heads == kv_heads and 1 < kv_heads < heads
-    if pack == "identity" or not per_kv or per_query:
+    if pack == "identity":
         return Identity(heads, kv_heads)
-    if not viewable:
+    if _packs(q, k, v, select):
+        why.append(
+            f"{heads // kv_heads} heads beside each query: a tile of {DEFAULT_TILE[0]} rows holds "
+            f"few queries, and what they select is shared by their heads"
+        )
+        return PackedHeads(heads, kv_heads)
+    laid = unpacked(q, k, v, select)
+    if laid == "fold":
+        why.append("one list per KV head: folded, so that its query heads share it")
+    elif _a_list_per_kv_head(q, k, select):
         why.append("a list per KV head is repeated for its query heads: folding would copy tensors")
-        return Identity(heads, kv_heads)
-    why.append("one list per KV head: folded, so that its query heads share it")
-    return FoldedHeads(heads, kv_heads)
+    return ADDRESSES[laid](heads, kv_heads)
+
+
+def unpacked(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> Pack:
+    """How heads are laid where those of a group do not stand beside each other."""
+    return "fold" if _a_list_per_kv_head(q, k, select) and _viewable(q, k, v) else "identity"
+
+
+def _a_list_per_kv_head(q: Tensor, k: Tensor, select: Selection | None) -> bool:
+    return select is not None and select.heads == k.shape[1] and 1 < k.shape[1] < q.shape[1]
+
+
+def _viewable(*tensors: Tensor) -> bool:
+    return all(folds_without_copy(x) for x in tensors)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, select: Selection | None, why: list[str]
+) -> PackedHeads:
+    """The packing that was asked for, if these tensors and lists take it."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not _viewable(k, v):
+        raise LayoutError(
+            "pack='pack' needs k and v whose heads fold into the batch without a copy: make them "
+            "contiguous as [B, H, S, D], or leave pack out"
+        )
+    if select is not None and select.heads not in (1, kv_heads):
+        raise LayoutError(
+            f"pack='pack' puts the {heads // kv_heads} query heads of a KV head into one tile, but "
+            "each has a list of its own here: give a list per KV head, or leave pack out"
+        )
+    why.append("query heads stand beside their queries as asked")
+    return PackedHeads(heads, kv_heads)
+
+
+def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
+    """Whether rows of candidates are so short that a tile of single heads holds several of them."""
+    heads, kv_heads, rows = q.shape[1], k.shape[1], DEFAULT_TILE[0]
+    group = heads // kv_heads
+    return (
+        select is not None
+        and select.heads in (1, kv_heads)
+        and group > 1
+        and rows % group == 0
+        and select.q_block * group < rows <= q.shape[2]
+        and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], FINE_KEYS) <= MOST_TILES
+        and _viewable(k, v)
+    )
 
 
 def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
@@ -57,12 +121,7 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         backend = BACKENDS[name]
         if (refusal := backend.refuses(call)) is not None:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
-        why.append(f"{name} was asked for")
-        if name in _UNORDERED and call.grads and call.device.type == "cuda":
-            why.append(
-                f"gradients of {_UNORDERED[name]} are summed by atomics: their last bits may differ "
-                "from run to run"
-            )
+        why += [f"{name} was asked for", *remarks(backend, call)]
         return backend
     if call.device.type == "cpu":
         why.append(
@@ -78,6 +137,7 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
     if refusal is None:
         why.append("flash: FlashAttention-4 under FlexAttention, the fastest kernel on Hopper")
+        why += remarks(flash, call)
         return flash
     why.append(f"not flash: {refusal}")
     if (refusal := flex.refuses(call)) is not None:
@@ -87,25 +147,46 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
     return flex
 
 
+def remarks(backend: Backend, call: Call) -> list[str]:
+    """What is to be known of a backend beside its speed."""
+    if backend.name not in _UNORDERED or not call.grads or call.device.type != "cuda":
+        return []
+    return [
+        f"gradients of {_UNORDERED[backend.name]} are summed by atomics: their last bits may differ "
+        "from run to run"
+    ]
+
+
 def choose_tile(
     tile: int | tuple[int, int] | None,
-    lengths: tuple[int, int],
+    grid: Grid,
+    address: Identity,
+    select: Selection | None,
     backend: Backend,
     call: Call,
     why: list[str],
-    select: Selection | None = None,
 ) -> tuple[int, int]:
     if tile is None and (backend is decode or (backend is flex and flex.decodes(call))):
         return _decoding_tile(backend, call, why, select)
-    wanted = asked = _DEFAULT_TILE if tile is None else tile_size(tile)
+    unit = backend.tile_for((1, 1), call)
+    if tile is not None:
+        asked = tile_size(tile)
+    elif isinstance(address, PackedHeads) and select is not None and unit[0] < DEFAULT_TILE[0]:
+        asked = _packed_tile(grid, address, select, call, why)
+    else:
+        asked = DEFAULT_TILE
+    lengths = (grid.q_len * address.rows_per_query, grid.kv_len)
     # What is past the lengths would be evaluated, and held, for nothing.
-    largest = [max(d, next_power_of_two(n)) for d, n in zip(_DEFAULT_TILE, lengths, strict=True)]
+    largest = [max(d, next_power_of_two(n)) for d, n in zip(DEFAULT_TILE, lengths, strict=True)]
     wanted = min(asked[0], largest[0]), min(asked[1], largest[1])
     if wanted != asked:
         why.append(
             f"tiles of {asked[0]}x{asked[1]} are cut to {wanted[0]}x{wanted[1]}: the lengths are no longer"
         )
     given = backend.tile_for(wanted, call)
+    if given[0] % address.rows_per_query:
+        rows = math.lcm(unit[0], address.rows_per_query)
+        given = ceil_div(given[0], rows) * rows, given[1]
     if given != wanted:
         why.append(
             f"tiles of {wanted[0]}x{wanted[1]} run as {given[0]}x{given[1]}, exact inside: what "
@@ -125,3 +206,23 @@ def _decoding_tile(
     blocks = "without a selection" if select is None else f"for blocks of {select.kv_block}"
     why.append(f"tiles of {given[0]}x{given[1]}: few queries, {blocks}")
     return given
+
+
+def _packed_tile(
+    grid: Grid, address: PackedHeads, select: Selection, call: Call, why: list[str]
+) -> tuple[int, int]:
+    """As tall as pays for what neighbouring queries share; as wide as candidates, where they are fine."""
+    keys = DEFAULT_TILE[1] if select.kv_block % DEFAULT_TILE[1] == 0 else FINE_KEYS
+    group = address.group
+    if on_device_only(call.device):
+        rows = heights(group)[-1]
+        why.append(f"tiles of {rows} rows: what neighbours share is not measured in a graph")
+        return rows, keys
+    rows, times = best_rows(select, grid, (address.heads, address.kv_heads), keys)
+    queries = rows // group
+    why.append(
+        f"tiles of {rows} rows: {queries} neighbouring queries select {times:.1f} times the tiles of one"
+        if queries > 1
+        else f"tiles of {rows} rows, a query each: neighbours share too little"
+    )
+    return rows, keys

@@ -29,7 +29,7 @@ def check_chunk(terms: Terms, start: int, stop: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ArgumentError(f"chunk {name} must be an int, got {value!r}")
     q_len, member = terms.grid.q_len, terms.program.member
-    unit = math.lcm(terms.block_size[0], 1 if member is None else member.q_block)
+    unit = math.lcm(terms.logical_span.q_tile, 1 if member is None else member.q_block)
     whole = start % unit == 0 and (stop % unit == 0 or stop == q_len)
     if not (0 <= start < stop <= q_len and whole):
         raise LayoutError(
@@ -93,7 +93,7 @@ def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layo
 
 def _cut(by_row: Tensor, terms: Terms, start: int) -> Tensor:
     """The chunk's rows of tiles of ``[B, H, R, …]``."""
-    first = start // terms.block_size[0]
+    first = start // terms.logical_span.q_tile
     return by_row[:, :, first : first + terms.span.tiles[0]].contiguous()
 
 

@@ -25,8 +25,10 @@ _REACHED = {
 # By the height of a tile, what of the speed of one of 128 rows is left: blocks of 64 keys which 64
 # neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
 _BY_ROWS = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
-# How much longer tiles take, forward and backward, in which membership is asked: the same tiles, S=16384.
-_ASKED = (1.64, 1.8)
+# How much longer tiles take, forward and backward, in which pairs are asked for their membership: the same
+# tiles of single keys, S=16384; of blocks of 64 keys, neighbours of which differ.
+_ASKED_TOKENS = (1.64, 1.8)
+_ASKED_BLOCKS = (1.3, 1.4)
 # Gathered keys: parts of the matmul ceiling, forward and with backward, and times the copy ceiling, as
 # most of them come from cache: 1024 keys a query, S=16384, 4, 64 and 128 query heads a KV head.
 _GATHERED = (0.24, 0.17)
@@ -35,18 +37,21 @@ _MANY_HEADS = 128
 _GATHERED_BYTES = 1.06
 # The rows of a tensor core's tile: fewer query heads cost as much.
 _LEAST_HEADS = 16
+# From so many keys on a candidate is a block, a word of which serves a tile.
+_BLOCK = 16
 # What a kernel takes to begin and end, in s.
 _LAUNCH = 5e-6
 
 
 class Tiles(NamedTuple):
-    """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them, and
-    whether membership is asked inside them."""
+    """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them; how many
+    of them ask their pairs for membership, and of how many keys a candidate is."""
 
     number: float
     rows: int
     keys: int
-    asked: bool
+    asked: float = 0.0
+    block: int = 1
 
 
 def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bool) -> float:
@@ -55,7 +60,9 @@ def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bo
     forward, backward = _REACHED[backend]
     # A kernel computes a tile in pieces whose heights are powers of two.
     share = _BY_ROWS[math.gcd(tiles.rows, 128)] if tiles.rows % 16 == 0 else _BY_ROWS[16]
-    slower = _ASKED if tiles.asked else (1.0, 1.0)
+    most = _ASKED_TOKENS if tiles.block < _BLOCK else _ASKED_BLOCKS
+    asked = tiles.asked / tiles.number if tiles.number else 0.0
+    slower = [1 + asked * (times - 1) for times in most]
     time = pairs * _flops(dims) / (box.matmul_flops_per_s * forward * share) * slower[0]
     if grads:
         again = pairs * _backward_flops(dims)
@@ -70,6 +77,11 @@ def dense_ms(pairs: float, dims: Dims, box: Ceilings, *, grads: bool) -> float:
     if grads:
         time += pairs * _backward_flops(dims) / (box.matmul_flops_per_s * backward)
     return 1e3 * (time + _LAUNCH)
+
+
+def moved_ms(bytes_moved: float, box: Ceilings) -> float:
+    """Of bytes read and as many written."""
+    return 1e3 * (2 * bytes_moved / box.copy_bytes_per_s + _LAUNCH)
 
 
 def gathered_ms(

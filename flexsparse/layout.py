@@ -20,6 +20,7 @@ from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import expand
 from flexsparse.kernels.rows import pack_bits
 from flexsparse.listed import visible_pairs
+from flexsparse.occupancy import kernel_span, logical_span
 from flexsparse.program import MaskProgram
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
@@ -63,7 +64,12 @@ class Layout(Shown):
 
     @property
     def span(self) -> Span:
-        return Span(self.grid.q_len, self.grid.kv_len, *self.block_size)
+        return kernel_span(self.address, self.grid, self.block_size)
+
+    @property
+    def logical_span(self) -> Span:
+        """The same tiles, counted in queries instead of kernel rows."""
+        return logical_span(self.address, self.grid, self.block_size)
 
     @property
     def lists(self) -> list[Tensor]:
@@ -97,10 +103,9 @@ class Layout(Shown):
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
         that ignores the lists is still right."""
-        lengths = (self.grid.q_len, self.grid.kv_len)
         whole = self.with_columns() if self.may_lack_rows else self
         lists = widened(whole.lists, self.span)
-        return as_block_mask(lists, lengths, self.block_size, self.mask_mod)
+        return as_block_mask(lists, self.span[:2], self.block_size, self.mask_mod)
 
     @property
     def may_lack_rows(self) -> bool:
@@ -137,20 +142,17 @@ class Layout(Shown):
         """What the tiles amount to, pair by pair, in logical axes ``[B, Hq, n, S]``."""
         device = self.kv_indices.device
         rows = torch.arange(self.grid.q_len, device=device) if rows is None else rows
-        batch, (heads, _) = self.address.kernel_batch(self.grid.batch), self.address.kernel_heads
-        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-        h = torch.arange(heads, device=device).view(1, -1, 1, 1)
-        q = rows.view(1, 1, -1, 1)
-        kv = torch.arange(self.grid.kv_len, device=device).view(1, 1, 1, -1)
-        masked = self.mask_mod(b, h, q, kv)
+        b = torch.arange(self.grid.batch, device=device).view(-1, 1, 1)
+        h = torch.arange(self.heads[0], device=device).view(1, -1, 1)
+        entry, lane, row = torch.broadcast_tensors(*self.address.kernel(b, h, rows.view(1, 1, -1)))
+        kv = torch.arange(self.grid.kv_len, device=device)
+        masked = self.mask_mod(entry[..., None], lane[..., None], row[..., None], kv)
         partial, full = (
-            m[:, :, rows // self.block_size[0]]
+            m[entry % m.shape[0], lane % m.shape[1], row // self.block_size[0]]
             .repeat_interleave(self.block_size[1], -1)[..., : self.grid.kv_len]
             for m in self.tile_maps()
         )  # fmt: skip
-        seen = (partial & masked) | full
-        seen = seen.expand(batch, heads, len(rows), self.grid.kv_len)
-        return self.address.unpack(seen, self.grid.batch)
+        return (partial & masked) | full
 
     def budget(self) -> Budget:
         """What the algorithm asked for and what a kernel touches, counted without a clock."""

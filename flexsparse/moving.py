@@ -74,7 +74,7 @@ def move(terms: Terms, ahead: Ahead, by: Step) -> None:
 
     Nobody moves past the last position: who would stays there, and ``ahead.past`` says so.
     """
-    program, grid, span = terms.program, terms.grid, terms.span
+    program, grid, span = terms.program, terms.grid, terms.logical_span
     offset = grid.q_offset
     assert isinstance(offset, Tensor) and ahead.past is not None
     moved = offset + by
@@ -93,7 +93,7 @@ def move(terms: Terms, ahead: Ahead, by: Step) -> None:
     with naming(program.rule):
         codes = codes_of(alone.mod(alone.tables(ahead.tables)), axes, span, terms.device)
     if ahead.codes is not None:
-        ahead.codes.copy_(codes)
+        ahead.codes.copy_(program.address.codes(codes))
     if ahead.lists is not None:
         maps = maps_of(lists_for(terms, None, axes).of(codes))
         counts, indices = compress(maps)

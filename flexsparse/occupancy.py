@@ -14,8 +14,21 @@ from flexsparse.program import MaskProgram
 from flexsparse.selection import Selection
 
 
+def kernel_span(address: Identity, grid: Grid, block_size: tuple[int, int]) -> Span:
+    """Lengths and tiles as the kernel counts them, in rows."""
+    return Span(grid.q_len * address.rows_per_query, grid.kv_len, *block_size)
+
+
+def logical_span(address: Identity, grid: Grid, block_size: tuple[int, int]) -> Span:
+    """The same rows and columns of tiles, counted in queries."""
+    return Span(grid.q_len, grid.kv_len, block_size[0] // address.rows_per_query, block_size[1])
+
+
 def occupancy(select: Selection, span: Span) -> Tensor:
-    """bool ``[B, H, R, C]``: the tiles that some candidate of some of their rows touches."""
+    """bool ``[B, H, R, C]``: the tiles that some candidate of some of their rows touches.
+
+    ``span`` counts queries, as the selection does.
+    """
     rows, columns = span.tiles
     device = select.indices.device
     row = torch.arange(select.rows, device=device)
@@ -81,7 +94,7 @@ def tile_maps_of(
 
 
 def seeing_rows(tiles: Tensor, queries: Tensor, lists: tuple[int, int], span: Span) -> Tensor:
-    """bool ``[B, H, q_len]``: which queries see anything."""
+    """bool ``[B, H, q_len]`` in kernel coordinates: which rows see anything."""
     rows = span.tiles[0]
     seen = torch.zeros(
         (lists[0] * lists[1] * rows, span.q_tile), dtype=torch.int32, device=tiles.device
@@ -116,6 +129,7 @@ def near(empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span) -
     position = grid.positions(empty.device)[:, None]
     if position.shape[0] > 1:
         position = address.lists(position, grid.batch)
+    position = position.repeat_interleave(address.rows_per_query, -1)
     first = (position - reach + 1).clamp(min=0) // span.kv_tile
     last = position.clamp(max=span.kv_len - 1) // span.kv_tile
     row = torch.arange(span.q_len, device=empty.device) // span.q_tile
@@ -134,8 +148,8 @@ def near(empty: Tensor, address: Identity, grid: Grid, reach: int, span: Span) -
 def refuse_empty(seen: Tensor, address: Identity, grid: Grid) -> None:
     if bool(seen.all()):
         return
-    entry, lane, query = (~seen).nonzero()[0].unbind()
-    b, h, _, _ = address.logical(entry, lane, query, query)
+    entry, lane, row = (~seen).nonzero()[0].unbind()
+    b, h, query, _ = address.logical(entry, lane, row, row)
     raise EmptyRowError(
         f"query {int(query)} of batch {int(b)}, head {int(h)} sees no key, and empty='error': allow it "
         "one by rule, selection or fallback='self', or let it give zero with empty='zero'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -17,15 +18,20 @@ from flexsparse.arguments import (
     check_scale,
     check_selection,
     check_sink,
+    tile_size,
 )
 from flexsparse.backends import Call
 from flexsparse.choice import (
+    ADDRESSES,
+    BACKENDS,
     UNTILED,
     BackendName,
     Pack,
     choose_address,
     choose_backend,
     choose_tile,
+    remarks,
+    unpacked,
 )
 from flexsparse.errors import ShapeError
 from flexsparse.grid import Grid
@@ -35,6 +41,7 @@ from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.ways import Way, ways, weighs
 
 
 class Shared(TypedDict, total=False):
@@ -80,7 +87,8 @@ def make_plan(
     """Decides how calls like this one run, and makes the first layout.
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
-    are laid) and ``tile`` override what would be chosen.
+    are laid) and ``tile`` override what would be chosen, as in `attention`. Where query heads are
+    packed beside short rows of candidates, what neighbours share is measured, on the device.
     """
     q, k, v = checked_qkv(q, k, v)
     grid = Grid(q.shape[2], k.shape[2], q_offset=q_offset, batch=q.shape[0])
@@ -116,8 +124,22 @@ def make_plan(
         program,
         score_code,
     )
-    chosen = choose_backend(backend, call, reasons)
-    size = choose_tile(tile, (grid.q_len, grid.kv_len), chosen, call, reasons, selection)
+    weighed: list[Way] = []
+    if backend == "auto" and weighs(call):
+        asked = None if tile is None else tile_size(tile)
+        weighed = ways(
+            (q, k, v), call, selection, grid, unpacked(q, k, v, selection), pack=pack, tile=asked
+        )
+    if weighed:
+        chosen, size = BACKENDS[weighed[0].backend], weighed[0].tile
+        address = ADDRESSES[weighed[0].pack](*heads)
+        program = replace(program, address=address)
+        score_code = score_code and replace(score_code, address=address)
+        reasons = [f"{weighed[0]} predicted", *(f"next {way}" for way in weighed[1:3])]
+        reasons += remarks(chosen, call)
+    else:
+        chosen = choose_backend(backend, call, reasons)
+        size = choose_tile(tile, grid, address, selection, chosen, call, reasons)
     terms = Terms(
         program,
         grid,

@@ -168,7 +168,8 @@ class MaskProgram:
         """Whether a listed tile can hold pairs that are no candidates: not if it lies within one."""
         if self.member is None:
             return False
-        rows_within = self.member.one_row or not self.member.q_block % block_size[0]
+        queries = max(1, block_size[0] // self.address.rows_per_query)
+        rows_within = self.member.one_row or not self.member.q_block % queries
         whole = rows_within and not self.member.kv_block % block_size[1]
         return not whole or self.reach is not None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.ahead import Ahead, Terms
-from flexsparse.building import lists_for, make, versions_of
+from flexsparse.building import geometry_of, lists_for, make, versions_of
 from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.kernels import membership
@@ -67,7 +67,7 @@ def _convert(
 ) -> None:
     """Candidates to tiles, into the lists of the layout."""
     program, span = terms.program, terms.span
-    g = Geometry(*span[:2], select.q_block, select.kv_block, *span[2:])
+    g = geometry_of(terms, select)
     room, need = layout.kv_indices.shape[-1], g.row_capacity(select.indices.shape[-1])
     if need > room:
         raise LayoutError(

@@ -44,6 +44,7 @@ class Call:
     dtype: torch.dtype = torch.float32
     head_dim: int = 16
     tile: tuple[int, int] | None = None
+    pack: str | None = None
     fallback: Any = None
     sink: bool = False
     offset: str = "default"
@@ -71,6 +72,7 @@ def tensors(call: Call, device: torch.device) -> tuple[tuple[Tensor, ...], dict[
         "select": selection(call, draw, device),
         "fallback": call.fallback,
         "tile": call.tile,
+        "pack": call.pack,
     }
     if call.offset == "each":
         options["q_offset"] = torch.randint(-3, call.kv_len, (call.batch,), generator=draw).to(

@@ -1637,7 +1637,9 @@ def calls(draw: st.DrawFn) -> tuple[Triple, dict[str, Any]]:
         options["select"] = chosen(own, lists, lengths, keep, blocks, seed, holes=0.3)
         options["fallback"] = draw(st.sampled_from([None, "self", ("local", 3), ("local", 500)]))
     if how is None:
-        options["pack"] = draw(st.sampled_from([None, "fold", "identity"]))
+        by_query_head = "select" in options and options["select"].heads > groups
+        ways = [None, "fold", "identity", None if by_query_head else "pack"]
+        options["pack"] = draw(st.sampled_from(ways))
     return (q, k, v), options
 
 

@@ -330,7 +330,9 @@ def test_bytes_are_counted_by_hand(tmp_path: Path) -> None:
     lists = 4 * 2 * 2 * (3 + 3 * width) + 4 * 2 * 2 * (3 + 3 * 3)
     assert conv.fewest_bytes == lists + 8 * 2 * 3 * 2
     tokens = made(SMALL, tmp_path, 2)
-    rows = 4 * 2 * (2 + 2 * tokens.layout.kv_indices.shape[-1])
+    # Both heads stand beside their queries, in as many rows of tiles as the plan found best.
+    count, width = tokens.layout.kv_indices.shape[2:]
+    rows = 4 * 2 * count * (1 + width)
     assert tokens.fewest_bytes == rows + 4 * (256 // 32) * 256 + 8 * 256 * 8
 
 

@@ -151,7 +151,7 @@ def test_more_queries_than_keys_leave_the_first_queries_empty() -> None:
     assert all(bool(g.isfinite().all()) for g in grads)
 
 
-@pytest.mark.parametrize("pack", ["identity", "fold"])
+@pytest.mark.parametrize("pack", ["identity", "fold", "pack"])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1), (12, 4)])
 def test_batch_and_head_of_a_rule_are_logical_however_heads_are_laid(
     heads: tuple[int, int], pack: str

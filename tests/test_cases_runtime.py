@@ -94,7 +94,7 @@ def test_any_number_of_query_heads_shares_a_kv_head(
     indices = torch.arange(0, math.ceil(kv_len / 16), 2).expand(1, heads[1], q_len, -1)
     selection = fs.Selection.from_indices(indices, kv_len=kv_len, q_len=q_len, kv_block=16)
     seen = (j // 16 % 2 == 0) & causal(q_len, kv_len)
-    for pack in ("identity", "fold"):
+    for pack in ("identity", "fold", "pack"):
         matches(inputs, seen, rule=Causal(), select=selection, pack=pack)
 
 
@@ -315,7 +315,7 @@ def test_a_table_by_relative_position_is_learned(length: int, grads_of: str) -> 
     close(got, torch.autograd.grad((want * weight_like(out)).sum(), bias)[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("pack", ["identity", "fold"])
+@pytest.mark.parametrize("pack", ["identity", "fold", "pack"])
 def test_learned_tensors_of_any_shape_get_their_gradient(pack: str) -> None:
     """B39. A number, a value by head, by batch, by pair; one read twice; one also read by another."""
     draw = torch.Generator().manual_seed(4)

@@ -32,6 +32,8 @@ def kinds(length: int) -> dict[str, dict[str, Any]]:
         "tokens": {"rule": Causal(), "select": drawn(length, length, 0, kv_block=1)},
         "blocks": {"select": drawn(length, length, 1, heads=4, q_block=8)},
         "wide blocks": {"rule": Causal(), "select": drawn(length, length, 0, heads=1, q_block=32)},
+        "packed": {"rule": Causal(), "select": drawn(length, length, 0, heads=2), "pack": "pack"},
+        "packed rule": {"rule": streaming(), "q_offset": each, "pack": "pack"},
         "fallback": {"rule": Causal(), "select": drawn(length, length, 2), "fallback": "self"},
         "sanitize": {"rule": Causal(), "sanitize": True},
         "score": {"rule": Causal(), "score": Alibi(torch.tensor([0.1, 0.2, 0.3, 0.4]))},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse import tracing
+from flexsparse.choice import Pack
 from flexsparse.device import compiles
 from flexsparse.masks import Alibi, Causal, SlidingWindow, Softcap
 from flexsparse.program import mask_of, score_of
@@ -194,9 +195,9 @@ def test_a_pickled_plan_runs_where_its_rule_was_never_made(
     torch.testing.assert_close(pickle.loads(stored).run(q, k, v).out, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pack", ["identity", "fold"])
+@pytest.mark.parametrize("pack", ["identity", "fold", "pack"])
 @pytest.mark.parametrize("q_offset", [None, 3, torch.tensor([3, 5])])
-def test_a_program_is_its_key(pack: Literal["identity", "fold"], q_offset: Any) -> None:
+def test_a_program_is_its_key(pack: Pack, q_offset: Any) -> None:
     q, k, v = qkv(torch.device("cpu"))
     chosen = Quest(block=8, keep=4, q_block=4)
     for rule, select in ((None, None), (Causal(), chosen), (None, chosen)):

@@ -29,6 +29,7 @@ def calls(draw: Any, **fixed: Any) -> Call:
     pick = st.sampled_from
     q_len, kv_len = draw(pick(LENGTHS)), draw(pick(LENGTHS))
     fallback = draw(pick((None, "self", ("local", 1 + draw(st.integers(0, 80))))))
+    packed = draw(st.booleans())
     call = Call(
         rule=draw(pick(sorted(RULES))),
         score=draw(pick(sorted(SCORES))),
@@ -36,13 +37,16 @@ def calls(draw: Any, **fixed: Any) -> Call:
         kv_len=kv_len,
         batch=draw(pick((1, 2, 3))),
         kv_heads=draw(pick((1, 2))),
-        group=draw(pick(GROUPS)),
-        sharing=draw(pick(("none", "shared", "kv", "query"))),
+        group=draw(pick((1, 2, 3, 4, 16) if packed else GROUPS)),
+        sharing=draw(
+            pick(("none", "shared", "kv") if packed else ("none", "shared", "kv", "query"))
+        ),
         q_block=draw(pick((1, 7, 64, 300))),
         kv_block=draw(pick((1, 5, 16, 64, 300))),
         width=draw(pick((1, 5, 70))),
         dtype=draw(pick(DTYPES)),
         tile=draw(pick((None, (16, 16), (128, 64), (48, 80), (17, 100)))),
+        pack="pack" if packed else None,
         fallback=fallback,
         sink=draw(st.booleans()),
         offset=draw(pick(("default", "0", "-5", "each"))),
@@ -104,6 +108,7 @@ FUSED = [
     Call(rule="padding", score="alibi", sharing="none", q_len=64, kv_len=65, batch=3, offset="each"),
     Call(rule="none", sharing="query", q_len=1, kv_len=1, group=3, fallback="self"),
     Call(rule="band", sharing="kv", q_len=200, kv_len=7, fallback=("local", 9), offset="-5", batch=2),
+    Call(rule="heads", score="alibi", sharing="kv", kv_block=16, q_len=65, kv_len=200, pack="pack", tile=(48, 64), batch=2),
 ]  # fmt: skip
 MORE_FUSED = [
     Call(
@@ -182,6 +187,7 @@ ON_GPU = [
         head_dim=(64, 128, 32)[(i // 3) % 3],
         tile=BLOCKS[i % len(BLOCKS)],
         batch=1 + i % 2,
+        pack="pack" if i % 4 == 1 else None,
         fallback=(None, "self", ("local", 40))[i % 3],
         sink=i % 5 == 0,
         offset="each" if rule not in SQUARE_RULES and i % 7 == 3 else "default",

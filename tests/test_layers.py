@@ -20,7 +20,7 @@ LAYERS = [
     "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",
-    "backends cost choice fitting plan planning",
+    "backends cost overlap choice ways fitting plan planning",
     "attention",
     "checking samples measure",
     "viz",

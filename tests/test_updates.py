@@ -77,16 +77,19 @@ CALLS = [
     {"rule": Causal() & (SlidingWindow(40) | AttentionSink(3)), "fallback": "self"},
     {"rule": None},
     {"rule": Causal(), "sanitize": True},
+    {"rule": Causal(), "pack": "pack"},
 ]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("options", CALLS, ids=["causal", "fallback", "none", "sanitize"])
+@pytest.mark.parametrize("options", CALLS, ids=["causal", "fallback", "none", "sanitize", "packed"])
 @pytest.mark.parametrize(("heads", "q_block", "kv_block"), [(1, 1, 1), (2, 16, 32), (4, 24, 7)])
 def test_other_candidates_in_the_same_tensors(
     length: int, options: Any, heads: int, q_block: int, kv_block: int
 ) -> None:
     q, k, v = tensors(length, length)
+    if options.get("pack") and heads == 4:
+        pytest.skip("a list a query head does not pack")
     kinds: Any = {"heads": heads, "q_block": q_block, "kv_block": kv_block}
     first = drawn(length, length, 0, **kinds)
     plan = fs.make_plan(q, k, v, select=first, tile=(16, 16), **options)
@@ -211,13 +214,15 @@ def rules(kv_len: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["causal", "window + sink", "document", "heads", "none"])
 @pytest.mark.parametrize("selected", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("dtype", "pack"), [(torch.int32, None), (torch.int64, None), (torch.int64, "pack")]
+)
 def test_forty_steps_in_place_are_forty_plans(
-    name: str, selected: bool, dtype: torch.dtype
+    name: str, selected: bool, dtype: torch.dtype, pack: str | None
 ) -> None:
     q, k, v = tensors(1, 200)
     q_offset = torch.tensor([3, 130], dtype=dtype)
-    options: dict[str, Any] = {"rule": rules(200)[name], "tile": (16, 16)}
+    options: dict[str, Any] = {"rule": rules(200)[name], "tile": (16, 16), "pack": pack}
     first = drawn(1, 200, 0) if selected else None
     plan = fs.make_plan(q, k, v, q_offset=q_offset, select=first, **options)
     layout = plan.layout(first)

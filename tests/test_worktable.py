@@ -65,7 +65,7 @@ def conversions(draw: st.DrawFn) -> tuple[Tensor, int, Tensor | None, Geometry, 
     block = st.sampled_from([1, 3, 16, 24, 64, 200])
     g = Geometry(
         draw(length), draw(length), draw(block), draw(block),
-        draw(st.sampled_from([16, 32, 48, 128])), draw(st.sampled_from([16, 32, 48, 128])),
+        draw(st.sampled_from([1, 2, 8, 16, 32, 48, 128])), draw(st.sampled_from([16, 32, 48, 128])),
     )  # fmt: skip
     batch, kv_heads, group = (
         draw(st.integers(1, 2)),

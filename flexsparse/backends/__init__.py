@@ -61,13 +61,6 @@ class Work(NamedTuple):
     grads: bool
 
 
-class Effort(NamedTuple):
-    """What a backend would multiply and move for a call: reckoned from counts, before anything is run."""
-
-    flops: float
-    bytes: float
-
-
 class Backend(Protocol):
     """``refuses`` says in one sentence why a call cannot be run; ``tile_for`` is the tile that it can
     use, at least as large as the one wanted, and why; ``run`` runs a call it accepted."""

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from flexsparse.backends import Call, Effort, Work
+from flexsparse.backends import Call, Work
 from flexsparse.backends.gathered import BYTES_AT_ONCE
 from flexsparse.backends.walk import computing
 from flexsparse.errors import BackendError
+from flexsparse.grid import Grid
 from flexsparse.layout import Layout
+from flexsparse.program import MaskProgram
 
 name = "dense"
 
@@ -42,28 +44,12 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
     return tile
 
 
-def effort(
-    pairs: float,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    itemsize: int,
-    grads: bool,
-    masked: bool,
-) -> Effort:
-    """What ``pairs`` (those of one head that are not skipped, over the batch) cost.
-
-    Causal kernels skip about half of all, masked ones none, and read two bytes a pair and query head.
-    """
-    flops = 2 * sum(dims) + (2 * (3 * dims[0] + 2 * dims[1]) if grads else 0)
-    read = pairs * heads[0] * 2 * (1 + grads) if masked else 0.0
-    # Keys are read once for each tile of 128 queries, mostly from cache.
-    return Effort(pairs * heads[0] * flops, read + pairs / 128 * heads[1] * sum(dims) * itemsize)
-
-
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
     layout, (q, k, v) = work.layout, (work.q, work.k, work.v)
     plain = work.score is None and not work.lse
-    if plain and (causal := _known(layout, q.shape[2])) is not None:
+    rows_are_queries = q.shape[2] == layout.grid.q_len
+    causal = known(layout.program, layout.grid, selected=layout.select is not None)
+    if plain and rows_are_queries and causal is not None:
         grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=work.scale, enable_gqa=grouped
@@ -84,15 +70,14 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     return out.masked_fill(alone, 0), None
 
 
-def _known(layout: Layout, rows: int) -> bool | None:
+def known(program: MaskProgram, grid: Grid, *, selected: bool) -> bool | None:
     """Whether torch has a kernel for what is seen: False for all pairs, True for causal ones."""
-    grid, rule = layout.grid, layout.program.rule
-    if layout.select is not None or rows != grid.q_len:
+    if selected:
         return None
-    if rule is None:
+    if program.rule is None:
         return False
     aligned = isinstance(grid.q_offset, int) and grid.q_offset == grid.kv_len - grid.q_len
-    if rule.code not in _CAUSAL or not aligned or grid.q_len not in (1, grid.kv_len):
+    if program.rule.code not in _CAUSAL or not aligned or grid.q_len not in (1, grid.kv_len):
         return None
     # One query at the last key sees everything.
     return grid.q_len > 1

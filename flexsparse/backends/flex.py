@@ -127,7 +127,7 @@ def run_with(
         out, lse = _body(work, options, speech)(*call)
     else:
         out, lse = _enter(work, call, options, speech)
-    if on_cpu and layout.grid.q_len == 1:
+    if on_cpu and q.shape[2] == 1:
         out = _clear_unlisted(out, layout)
     return out, lse
 
@@ -259,8 +259,11 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
     q_tile, kv_tile = layout.block_size
     if q_tile % TRAINING_TILE or kv_tile % TRAINING_TILE:
         wide = q.shape[-1] > 128 or q.dtype == torch.float32
-        options["fwd_BLOCK_M"] = math.gcd(q_tile, 32 if wide else 64)
+        options["fwd_BLOCK_M"] = math.gcd(q_tile, 32 if wide else 128)
         options["fwd_BLOCK_N"] = math.gcd(kv_tile, 32 if wide else 64)
+        if options["fwd_BLOCK_M"] == 16:
+            # Four warps would share one row of tensor cores' tiles.
+            options["fwd_num_warps"] = 2
     if q.shape[2] % q_tile or k.shape[2] % kv_tile:
         # torch drops its bounds checks for lengths in whole 128s, whatever the tile.
         options["IS_DIVISIBLE"] = False

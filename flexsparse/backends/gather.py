@@ -17,16 +17,13 @@ from torch import Tensor
 from torch.library import custom_op
 
 from flexsparse.address import Identity
-from flexsparse.backends import Call, Effort, Work
+from flexsparse.backends import Call, Work
 from flexsparse.backends.candidates import Candidates
 from flexsparse.backends.gathered import BYTES_AT_ONCE, Gathered
 from flexsparse.backends.walk import computing
 from flexsparse.program import mask_of, score_of
 
 name = "gather"
-
-# The rows of a tensor core's tile: fewer query heads cost as much.
-_LEAST_HEADS = 16
 
 
 def refuses(call: Call) -> str | None:
@@ -43,20 +40,12 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
     return tile
 
 
-def effort(
-    candidates: float, heads: tuple[int, int], dims: tuple[int, int], itemsize: int, grads: bool
-) -> Effort:
-    """What ``candidates`` (keys in lists, summed over batch, KV heads and queries) cost on CUDA.
+def fuses(call: Call) -> bool:
+    """Whether on CUDA one kernel does it, without lists made anew for each query."""
+    from flexsparse.kernels.triton_gather import MOST_DIM
 
-    Bytes are those of gathered keys and values, most of them from cache, and with ``grads`` those of the
-    fp32 atomics of dK and dV; flops count query heads as tensor cores do, in tiles of 16.
-    """
-    group = max(_LEAST_HEADS, heads[0] // heads[1])
-    flops, moved = 2 * group * sum(dims), sum(dims) * itemsize
-    if grads:
-        # Backward: scores anew, dP, dQ, dK, dV; keys and values read again, their gradients added.
-        flops, moved = flops + 2 * group * (3 * dims[0] + 2 * dims[1]), 2 * moved + 4 * sum(dims)
-    return Effort(candidates * flops, candidates * moved)
+    small = max(call.head_dim, call.v_head_dim) <= MOST_DIM and call.dtype != torch.float64
+    return small and not call.scored and call.program.reach is None
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:

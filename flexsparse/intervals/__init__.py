@@ -2,9 +2,10 @@
 
 from flexsparse.intervals.codes import rule_codes
 from flexsparse.intervals.reachable import reach
-from flexsparse.intervals.refine import RuleTiles, Runs, rule_tiles
+from flexsparse.intervals.refine import rule_tiles
+from flexsparse.intervals.runs import RuleTiles, Runs
 from flexsparse.intervals.verdicts import Judge, Verdicts
-from flexsparse.intervals.worklists import lists_of
+from flexsparse.intervals.worklists import lists_of, rule_lists
 
 __all__ = [
     "Judge",
@@ -14,5 +15,6 @@ __all__ = [
     "lists_of",
     "reach",
     "rule_codes",
+    "rule_lists",
     "rule_tiles",
 ]

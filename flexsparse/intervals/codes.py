@@ -7,6 +7,8 @@ from torch import Tensor
 
 from flexsparse.coverage import Span, cover, every_tile
 from flexsparse.grid import Grid
+from flexsparse.intervals.finding import MAPPED, found_tiles, tile_map
+from flexsparse.intervals.fused import fused_judge
 from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import rule_tiles
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
@@ -29,8 +31,15 @@ def rule_codes(
     read = program.tables(tables)
     with naming(program.rule):
         if not on_device_only(device):
-            tiles = rule_tiles(program, read, grid, span, lists, device)
-            return painted(tiles)
+            judge = fused_judge(program, read, span, lists, device)
+            if judge is None:
+                return painted(rule_tiles(program, read, grid, span, lists, device))
+            mask = program.mod(read)
+            return (
+                tile_map(judge, mask)
+                if judge.tiles <= MAPPED
+                else painted(found_tiles(judge, mask))
+            )
         covered = cover(program.mod(read), every_tile(*lists, span, device), span)
     some = torch.where(covered.visible > 0, PARTIAL, EMPTY)
     return torch.where(covered.full, FULL, some).to(torch.int8).view(*lists, *span.tiles)

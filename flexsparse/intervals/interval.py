@@ -116,12 +116,11 @@ def cast(x: Interval, dtype: torch.dtype) -> Interval:
         nonzero = (low > 0) | (high < 0)
         return Interval(nonzero.double(), (~zero).double(), like, x.point)
     if dtype.is_floating_point:
-        rounded = low.to(dtype).double(), high.to(dtype).double()
+        exact = _holds(low, dtype), _holds(high, dtype)
         largest = torch.finfo(dtype).max / 2
-        known = (rounded[0] == low) | (low.abs() < largest)
-        known &= (rounded[1] == high) | (high.abs() < largest)
-        low = torch.where(rounded[0] == low, low, _outward(low, -1, dtype))
-        high = torch.where(rounded[1] == high, high, _outward(high, 1, dtype))
+        known = (exact[0] | (low.abs() < largest)) & (exact[1] | (high.abs() < largest))
+        low = torch.where(exact[0], low, _outward(low, -1, dtype))
+        high = torch.where(exact[1], high, _outward(high, 1, dtype))
     elif x.dtype.is_floating_point:
         low, high = low.trunc(), high.trunc()
         known = _fits(low, high, dtype)
@@ -139,6 +138,18 @@ def _fits(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
     least = max(torch.iinfo(dtype).min, -(2**31))
     most = min(torch.iinfo(dtype).max, 2**31 - 1)
     return (low >= least) & (high <= most)
+
+
+def _holds(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether a float type has the number itself. Asked of its bits: to convert there and back is what
+    a compiler may leave out."""
+    if dtype == torch.float64:
+        return bound == bound
+    info = torch.finfo(dtype)
+    spare = 2**52 * info.eps - 1
+    short = bound.view(torch.int64) & int(spare) == 0
+    size = bound.abs()
+    return (short & (size >= info.tiny) & (size <= info.max)) | (bound == 0) | (size == torch.inf)
 
 
 def _outward(bound: Tensor, side: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexsparse.intervals.refine import RuleTiles
+from flexsparse.intervals.runs import RuleTiles
 from flexsparse.kernels.rows import FULL, PARTIAL
 
 

@@ -8,7 +8,6 @@ not narrow enough, and many stretches stay open, slices of the row's queries are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from flexsparse.coverage import Span
 from flexsparse.grid import Grid
+from flexsparse.intervals.runs import RuleTiles, Runs, ordered, those
 from flexsparse.intervals.settle import settle
 from flexsparse.intervals.verdicts import Judge, Verdicts, Wide
 from flexsparse.program import MaskProgram
@@ -25,35 +25,6 @@ _CUT = 8
 # Open stretches a row from which its queries are asked in slices, and in how many.
 _MANY = 12
 _SLICES = (2, 8)
-
-
-class Runs(NamedTuple):
-    """Stretches of tiles ``[n]``: a row (of all batches, heads and rows), first column, and one past.
-
-    Ordered by row and column; none overlap.
-    """
-
-    row: Tensor
-    first: Tensor
-    stop: Tensor
-
-    @property
-    def widths(self) -> Tensor:
-        return self.stop - self.first
-
-
-@dataclass(frozen=True, eq=False)
-class RuleTiles:
-    """The tiles of a rule, row by row, over ``lists`` (batches, heads) with lists of their own.
-
-    ``asked`` is how many tiles intervals left open, which were settled by asking pairs.
-    """
-
-    partial: Runs
-    full: Runs
-    lists: tuple[int, int]
-    span: Span
-    asked: int
 
 
 def rule_tiles(
@@ -98,11 +69,11 @@ def rule_tiles(
     if exact:
         tiles = torch.stack([*asking.named(left.row), left.first], 1)
         is_partial, is_full = settle(program.mod(tables), tiles, may_fail, span)
-        partial = _where(left, is_partial)
-        full.append(_where(left, is_full))
+        partial = those(left, is_partial)
+        full.append(those(left, is_full))
     runs = Runs(*(torch.cat(x) for x in zip(*full, strict=True)))
     asked = len(tiles) if exact else 0
-    return RuleTiles(_ordered(partial, columns), _ordered(runs, columns), lists, span, asked)
+    return RuleTiles(ordered(partial, columns), ordered(runs, columns), lists, span, asked)
 
 
 class _Asking(NamedTuple):
@@ -120,15 +91,15 @@ class _Asking(NamedTuple):
     def decided(self, stretches: Runs) -> tuple[Runs, Runs, Tensor]:
         """The full stretches, those left open, and of these which may fail."""
         verdicts = self._verdicts(stretches, 1)
-        full = [_where(stretches, verdicts.full)]
+        full = [those(stretches, verdicts.full)]
         for slices in (*_SLICES, None):
             is_open = ~verdicts.full & ~verdicts.empty
-            stretches, may_fail = _where(stretches, is_open), verdicts.may_fail[is_open]
+            stretches, may_fail = those(stretches, is_open), verdicts.may_fail[is_open]
             few = _MANY * self.lists[0] * self.lists[1] * self.judge.span.tiles[0]
             if slices is None or len(stretches.row) <= few:
                 break
             verdicts = self._verdicts(stretches, slices)
-            full.append(_where(stretches, verdicts.full))
+            full.append(those(stretches, verdicts.full))
         return Runs(*(torch.cat(x) for x in zip(*full, strict=True))), stretches, may_fail
 
     def _verdicts(self, stretches: Runs, slices: int) -> Verdicts:
@@ -150,17 +121,3 @@ class _Asking(NamedTuple):
         ]
         full, empty, may_fail = (torch.stack(x) for x in zip(*verdicts, strict=True))
         return Verdicts(full.all(0), empty.all(0), may_fail.any(0))
-
-
-def _where(runs: Runs, kept: Tensor) -> Runs:
-    at = kept.nonzero()[:, 0]
-    return Runs(*(x[at] for x in runs))
-
-
-def _ordered(runs: Runs, columns: int) -> Runs:
-    """Runs in order, those that touch as one."""
-    order = (runs.row * columns + runs.first).argsort()
-    row, first, stop = (x[order] for x in runs)
-    begins = torch.ones_like(row, dtype=torch.bool)
-    begins[1:] = (row[1:] != row[:-1]) | (first[1:] != stop[:-1])
-    return Runs(row[begins], first[begins], stop[begins.roll(-1)])

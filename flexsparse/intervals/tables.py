@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +31,29 @@ Fold = Callable[[Tensor, Tensor], Tensor]
 
 
 class Table:
-    """A captured tensor that is indexed by intervals, as the code of a rule does."""
+    """A captured tensor that is indexed by intervals, as the code of a rule does.
 
-    def __init__(self, tensor: Tensor, may_fail: Callable[[Tensor], None]) -> None:
+    ``lengths`` of its axes are numbers of the tensor, or tensors of one number where they may differ
+    from call to call of the same compiled code. ``kept`` answers over ranges of some axes, by axes.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        may_fail: Callable[[Tensor], None],
+        lengths: Sequence[int | Tensor] | None = None,
+        kept: dict[tuple[int, ...], Ranges | Pyramid] | None = None,
+    ) -> None:
         self.tensor = tensor.detach()
         self.may_fail = may_fail
-        self._kept: dict[tuple[int, ...], Ranges | Pyramid] = {}
+        self.lengths = tuple(tensor.shape if lengths is None else lengths)
+        self.kept = {} if kept is None else kept
 
     def __getitem__(self, indices: Interval | tuple[Interval, ...]) -> Interval:
         given = indices if isinstance(indices, tuple) else (indices,)
         known: Tensor | None = None
         ends: list[tuple[Tensor, Tensor]] = []
-        for index, length in zip(given, self.tensor.shape, strict=True):
+        for index, length in zip(given, self.lengths, strict=True):
             first, last, inside = _wrapped(index, length)
             self.may_fail(~inside)
             known = inside if known is None else known & inside
@@ -52,24 +64,25 @@ class Table:
         for i in points:
             known = known & (ends[i][0] == ends[i][1])
         ranged = tuple(i for i in range(len(given)) if i not in points)
-        at = self._place(points, [ends[i][0] for i in points])
         if not ranged:
-            entry = self.tensor.reshape(-1)[at]
+            entry = entries(self.tensor, *(first for first, _ in ends))
             return among(entry, entry, self.tensor.dtype, known, True)
-        first = torch.broadcast_tensors(*(ends[i][0] for i in ranged))
-        last = torch.broadcast_tensors(*(ends[i][1] for i in ranged))
-        low, high = self._over(points, ranged).extremes(at, first, last)
+        at = self._place(points, [ends[i][0] for i in points])
+        starts, stops = [ends[i][0] for i in ranged], [ends[i][1] for i in ranged]
+        low, high = self.over(ranged).extremes(at, starts, stops)
         return among(low, high, self.tensor.dtype, known, False)
 
     def _place(self, axes: tuple[int, ...], indices: Sequence[Tensor]) -> Tensor:
         """Where the entry at ``indices`` of ``axes`` stands among all of those axes."""
         at = torch.zeros((), dtype=torch.int64, device=self.tensor.device)
         for axis, index in zip(axes, indices, strict=True):
-            at = at * self.tensor.shape[axis] + index
+            at = at * self.lengths[axis] + index
         return at
 
-    def _over(self, points: tuple[int, ...], ranged: tuple[int, ...]) -> Ranges | Pyramid:
-        if ranged not in self._kept:
+    def over(self, ranged: tuple[int, ...]) -> Ranges | Pyramid:
+        """What answers over ranges of the axes ``ranged``, made when it is first asked for."""
+        if ranged not in self.kept:
+            points = [i for i in range(self.tensor.ndim) if i not in ranged]
             sizes = [self.tensor.shape[i] for i in ranged]
             values = self.tensor.permute(*points, *ranged).reshape(-1, *sizes)
             if values.dtype == torch.bool:
@@ -77,57 +90,73 @@ class Table:
             elif values.dtype not in _ORDERED:
                 values = values.double()
             exact = len(ranged) == 1 and values.numel() <= _LARGE
-            self._kept[ranged] = Ranges(values) if exact else Pyramid(values)
-        return self._kept[ranged]
+            self.kept[ranged] = Ranges.of(values) if exact else Pyramid.of(values)
+        return self.kept[ranged]
 
 
-def _wrapped(index: Interval, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def entries(table: Tensor, *indices: Tensor) -> Tensor:
+    """``table[indices]``, of which none is read on the host, as Python's brackets read a lone number."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
+def _wrapped(index: Interval, length: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """First and last entry of an index, and where it stays in the table; -1 is the last entry."""
     low, high = index.low, index.high
     inside = (low >= -length) & (high < length)
     before, after = high < 0, low >= 0
     first = torch.where(after, low, torch.where(before, low + length, 0.0))
-    last = torch.where(after, high, torch.where(before, high + length, length - 1.0))
+    last = torch.where(after, high, torch.where(before, high + length, length - 1))
     first, last = (torch.where(inside, x, 0.0).to(torch.int64) for x in (first, last))
     return first, last, inside
 
 
-class Ranges:
-    """Exact extremes over one axis of ``values [P, n]``, in O(1) reads a range."""
+class Ranges(NamedTuple):
+    """Exact extremes over one axis of ``values [P, n]``, in O(1) reads a range.
 
-    def __init__(self, values: Tensor) -> None:
-        self._sides = [_Side(values, torch.minimum), _Side(values, torch.maximum)]
+    Level l at i holds the extreme of the 2 ** l entries from i on; blocks have levels too.
+    """
+
+    least: Tensor
+    least_blocks: Tensor
+    most: Tensor
+    most_blocks: Tensor
+
+    @staticmethod
+    def of(values: Tensor) -> Ranges:
+        return Ranges(*_levels(values, torch.minimum), *_levels(values, torch.maximum))
 
     def extremes(
         self, at: Tensor, first: Sequence[Tensor], last: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        low, high = (side.over(at, first[0], last[0]) for side in self._sides)
-        return low, high
+        ends = at, first[0], last[0]
+        low = _folded(self.least, self.least_blocks, torch.minimum, *ends)
+        return low, _folded(self.most, self.most_blocks, torch.maximum, *ends)
 
 
-class _Side:
-    """Level l at i holds the extreme of the 2 ** l entries from i on; blocks have levels too."""
+def _levels(values: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
+    places = _doubled(values, _LEVELS + 1, fold)
+    blocks = values.shape[1] // 2**_LEVELS + 1
+    return places, _doubled(places[_LEVELS][:, :: 2**_LEVELS], blocks.bit_length(), fold)
 
-    def __init__(self, values: Tensor, fold: Fold) -> None:
-        self.fold = fold
-        self.places = _doubled(values, _LEVELS + 1, fold)
-        blocks = values.shape[1] // 2**_LEVELS + 1
-        each = self.places[_LEVELS][:, :: 2**_LEVELS]
-        self.blocks = _doubled(each, blocks.bit_length(), fold)
 
-    def over(self, at: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        level = _log(last - first + 1).clamp(max=_LEVELS)
-        ends = self.fold(self.places[level, at, first], self.places[level, at, last - 2**level + 1])
-        # Those cover a range up to 64 wide; between the blocks of a wider one's ends lie whole blocks.
-        start, stop = (first >> _LEVELS) + 1, (last >> _LEVELS) - 1
-        between = stop >= start
-        start = torch.where(between, start, 0)
-        stop = torch.where(between, stop, 0)
-        level = _log(stop - start + 1)
-        middle = self.fold(
-            self.blocks[level, at, start], self.blocks[level, at, stop - 2**level + 1]
-        )
-        return torch.where(between, self.fold(ends, middle), ends)
+def _folded(
+    places: Tensor, blocks: Tensor, fold: Fold, at: Tensor, first: Tensor, last: Tensor
+) -> Tensor:
+    level = _log(last - first + 1).clamp(max=_LEVELS)
+    ends = fold(
+        entries(places, level, at, first), entries(places, level, at, last - _power(level) + 1)
+    )
+    # Those cover a range up to 64 wide; between the blocks of a wider one's ends lie whole blocks.
+    start, stop = (first >> _LEVELS) + 1, (last >> _LEVELS) - 1
+    between = stop >= start
+    start = torch.where(between, start, 0)
+    stop = torch.where(between, stop, 0)
+    level = _log(stop - start + 1)
+    middle = fold(
+        entries(blocks, level, at, start), entries(blocks, level, at, stop - _power(level) + 1)
+    )
+    return torch.where(between, fold(ends, middle), ends)
 
 
 def _doubled(values: Tensor, levels: int, fold: Fold) -> Tensor:
@@ -141,41 +170,59 @@ def _doubled(values: Tensor, levels: int, fold: Fold) -> Tensor:
 
 
 def _log(width: Tensor) -> Tensor:
-    """floor(log2(width)), exactly."""
-    return (torch.frexp(width.double()).exponent - 1).to(torch.int64)
+    """floor(log2(width)) of a width from 1 up, exactly: the exponent of its fp64."""
+    return (width.double().view(torch.int64) >> 52) - 1023
 
 
-class Pyramid:
-    """Extremes over ranges of several axes of ``values [P, n, m, …]``, rounded out to few cells."""
+def _power(level: Tensor) -> Tensor:
+    """2 ** level, as integers."""
+    return torch.ones_like(level) << level
 
-    def __init__(self, values: Tensor) -> None:
-        self.levels = 1 + max((n - 1).bit_length() for n in values.shape[1:])
+
+class Pyramid(NamedTuple):
+    """Extremes over ranges of several axes of ``values [P, n, m, …]``, rounded out to few cells.
+
+    ``low`` and ``high`` hold all levels on end: where each starts, its sizes, and the last level.
+    """
+
+    low: Tensor
+    high: Tensor
+    starts: Tensor
+    sizes: Tensor
+    top: Tensor
+
+    @staticmethod
+    def of(values: Tensor) -> Pyramid:
+        levels = 1 + max((n - 1).bit_length() for n in values.shape[1:])
         low, high = [values], [values]
-        for _ in range(self.levels - 1):
+        for _ in range(levels - 1):
             low.append(_halved(low[-1], torch.amin))
             high.append(_halved(high[-1], torch.amax))
-        self.sizes = torch.tensor([x.shape[1:] for x in low], device=values.device)
-        self.starts = torch.tensor(
-            [sum(prod(x.shape[1:]) for x in low[:i]) for i in range(self.levels)],
-            device=values.device,
+        starts = [sum(prod(x.shape[1:]) for x in low[:i]) for i in range(levels)]
+        return Pyramid(
+            torch.cat([x.flatten(1) for x in low], 1),
+            torch.cat([x.flatten(1) for x in high], 1),
+            torch.tensor(starts, device=values.device),
+            torch.tensor([x.shape[1:] for x in low], device=values.device),
+            torch.tensor(levels - 1, device=values.device),
         )
-        self._low, self._high = (torch.cat([x.flatten(1) for x in side], 1) for side in (low, high))
 
     def extremes(
         self, at: Tensor, first: Sequence[Tensor], last: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        width = torch.stack([b - a for a, b in zip(first, last, strict=True)]).amax(0)
+        width = last[0] - first[0]
+        for a, b in zip(first[1:], last[1:], strict=True):
+            width = torch.maximum(width, b - a)
         # Two neighbouring cells of size s hold every range up to s + 1 wide.
-        level = torch.frexp((width - 1).clamp(min=0).double()).exponent.to(torch.int64)
-        level = level.clamp(max=self.levels - 1)
-        start, sizes = self.starts[level], self.sizes[level].unbind(-1)
+        level = torch.minimum(_log((width * 2 - 2).clamp(min=1)), self.top)
+        start = entries(self.starts, level)
         low: Tensor | None = None
         high: Tensor | None = None
         for corner in product((first, last), repeat=len(first)):
             cell = torch.zeros_like(level)
-            for axis, (ends, size) in enumerate(zip(corner, sizes, strict=True)):
-                cell = cell * size + (ends[axis] >> level)
-            a, b = self._low[at, start + cell], self._high[at, start + cell]
+            for axis, ends in enumerate(corner):
+                cell = cell * entries(self.sizes[:, axis], level) + (ends[axis] >> level)
+            a, b = (entries(side, at, start + cell) for side in (self.low, self.high))
             low = a if low is None else torch.minimum(low, a)
             high = b if high is None else torch.maximum(high, b)
         assert low is not None and high is not None

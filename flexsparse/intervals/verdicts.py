@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
@@ -35,6 +35,15 @@ class Wide(NamedTuple):
     last_column: Tensor
 
 
+class Place(NamedTuple):
+    """Batch, head, and first and last position of the queries and keys of rectangles, ``[n]`` each."""
+
+    b: Tensor
+    h: Tensor
+    q: tuple[Tensor, Tensor]
+    kv: tuple[Tensor, Tensor]
+
+
 class Verdicts(NamedTuple):
     """bool ``[n]``: all pairs are allowed; none is; the code might fail at some pair.
 
@@ -51,26 +60,48 @@ class Judge:
     """The rule of a program in one call, asked about tiles; membership and fallback are not."""
 
     def __init__(self, program: MaskProgram, grid: Grid, span: Span, device: torch.device) -> None:
+        offset = None if program.offset == "none" else offset_table(grid, program.offset, device)
+        rule = program.rule
+        tensors = [] if rule is None else rule_tables(rule, device, torch.float32)
+        doubts: list[Tensor] = []
+        tables = [Table(t, doubts.append) if t.ndim else t for t in tensors]
+        self._set(program, span, offset, tables, doubts, device)
+
+    @classmethod
+    def over(
+        cls,
+        program: MaskProgram,
+        span: Span,
+        offset: Tensor | None,
+        tables: Sequence[Table | Tensor],
+        doubts: list[Tensor],
+        device: torch.device,
+    ) -> Judge:
+        """The judge of a program that reads ``tables``, which take what they doubt to ``doubts``."""
+        judge = cls.__new__(cls)
+        judge._set(program, span, offset, tables, doubts, device)
+        return judge
+
+    def _set(
+        self,
+        program: MaskProgram,
+        span: Span,
+        offset: Tensor | None,
+        tables: Sequence[Table | Tensor],
+        doubts: list[Tensor],
+        device: torch.device,
+    ) -> None:
         self.program = program
         self.span = span
-        self._doubts: list[Tensor] = []
-        self._offset = (
-            None if program.offset == "none" else offset_table(grid, program.offset, device)
-        )
-        rule = program.rule
-        if rule is not None:
-            self._tables = [
-                Table(t, self._doubts.append) if t.ndim else captured(t)
-                for t in rule_tables(rule, device, torch.float32)
-            ]
-            scope: dict[str, Any] = {"torch": _Torch(device, self._doubts.append)}
-            exec(_compiled(rule.code), scope)
-            self._mod = scope["mod"]
+        self.offset = offset
+        self.tables = tables
+        self._doubts = doubts
+        self._device = device
 
     def __call__(self, tiles: Wide) -> Verdicts:
         step = TILES_AT_ONCE[tiles.b.device.type]
         parts = [
-            self._ask(Wide(*(x[start : start + step] for x in tiles)))
+            self.ask(Wide(*(x[start : start + step] for x in tiles)))
             for start in range(0, max(1, len(tiles.b)), step)
         ]
         return Verdicts(*(torch.cat(x) for x in zip(*parts, strict=True)))
@@ -81,25 +112,34 @@ class Judge:
         first = row * self.span.q_tile
         return self(Wide(b, h, first, first + self.span.q_tile - 1, column, column))
 
-    def _ask(self, tiles: Wide) -> Verdicts:
-        none = torch.zeros_like(tiles.b, dtype=torch.bool)
-        if self.program.rule is None:
-            return Verdicts(~none, none, none)
+    def place(self, tiles: Wide) -> Place:
+        """Where tiles stand as the rule counts: positions of queries and keys, first and last."""
         span = self.span
         first_q, last_q = (x.clamp(max=span.q_len - 1) for x in (tiles.first_q, tiles.last_q))
         first_kv = tiles.first_column * span.kv_tile
         last_kv = ((tiles.last_column + 1) * span.kv_tile).clamp(max=span.kv_len) - 1
         b, h, first_q, first_kv = self.program.address.logical(tiles.b, tiles.h, first_q, first_kv)
-        if self._offset is not None:
-            offset = offset_of(self._offset, self.program.offset, b)
+        if self.offset is not None:
+            offset = offset_of(self.offset, self.program.offset, b)
             first_q, last_q = first_q + offset, last_q + offset
+        return Place(b, h, (first_q, last_q), (first_kv, last_kv))
+
+    def ask(self, tiles: Wide) -> Verdicts:
+        """The verdicts, however many tiles there are."""
+        none = torch.zeros_like(tiles.b, dtype=torch.bool)
+        rule = self.program.rule
+        if rule is None:
+            return Verdicts(~none, none, none)
+        place = self.place(tiles)
         self._doubts.clear()
-        seen: Interval = self._mod(
-            exactly(b),
-            exactly(h),
-            ranged(first_q, last_q),
-            ranged(first_kv, last_kv),
-            *self._tables,
+        scope: dict[str, Any] = {"torch": _Torch(self._device, self._doubts.append)}
+        exec(compiled(rule.code), scope)
+        seen: Interval = scope["mod"](
+            exactly(place.b),
+            exactly(place.h),
+            ranged(*place.q),
+            ranged(*place.kv),
+            *(t if isinstance(t, Table) else captured(t) for t in self.tables),
         )
         may_fail = none
         for doubt in self._doubts:
@@ -131,5 +171,6 @@ class _Operator:
 
 
 @lru_cache(maxsize=256)
-def _compiled(code: str) -> CodeType:
+def compiled(code: str) -> CodeType:
+    """The code of a rule, to be run over something else than tensors."""
     return compile(code, "<mod on intervals>", "exec")

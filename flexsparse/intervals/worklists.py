@@ -7,10 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flexsparse.coverage import Span
+from flexsparse.grid import Grid
+from flexsparse.intervals.finding import MAPPED, found_tiles, tile_map
+from flexsparse.intervals.fused import fused_judge
 from flexsparse.intervals.painting import painted
-from flexsparse.intervals.refine import RuleTiles, Runs
-from flexsparse.kernels.compress import compress
-from flexsparse.kernels.rows import FULL, PARTIAL
+from flexsparse.intervals.refine import rule_tiles
+from flexsparse.intervals.runs import RuleTiles, Runs
+from flexsparse.kernels.tile_lists import longest, tile_lists
+from flexsparse.program import MaskProgram
 
 # Lists of so many slots in all are as wide as the grid, as torch makes them; larger ones as needed.
 WHOLE = 2**22
@@ -18,6 +23,27 @@ WHOLE = 2**22
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 # A grid of which at least this part is listed is turned as a map, any other by sorting.
 _DENSE = 1 / 16
+
+
+def rule_lists(
+    program: MaskProgram,
+    tables: list[Tensor],
+    grid: Grid,
+    span: Span,
+    lists: tuple[int, int],
+    device: torch.device,
+    *,
+    by_column: bool = True,
+) -> list[Tensor]:
+    """The lists of a rule alone, as of `lists_of`; ``tables`` are the program's."""
+    judge = fused_judge(program, tables, span, lists, device)
+    if judge is None:
+        tiles = rule_tiles(program, tables, grid, span, lists, device)
+    elif judge.tiles <= MAPPED:
+        return lists_of_map(tile_map(judge, program.mod(tables)), by_column=by_column)
+    else:
+        tiles = found_tiles(judge, program.mod(tables))
+    return lists_of(tiles, by_column=by_column)
 
 
 def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
@@ -30,17 +56,24 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
     kinds = (tiles.partial, tiles.full)
     lists = tiles.lists[0] * tiles.lists[1]
     if tiles.full.row.is_cuda and lists * rows * columns <= WHOLE:
-        # Run by run is many small kernels: where a map is small, it is one for each list.
-        codes = painted(tiles)
-        maps = [codes == PARTIAL, codes == FULL]
-        maps += [m.transpose(-1, -2).contiguous() for m in maps] if by_column else []
-        return [x for present in maps for x in compress(present)]
+        # Run by run is many small kernels: where a map is small, it is one for each way.
+        return lists_of_map(painted(tiles), by_column=by_column)
     by_row = [_written(runs, (*tiles.lists, rows), columns) for runs in kinds]
     if not by_column:
         return [x for pair in by_row for x in pair]
     turned = [_turned(runs, lists, rows, columns) for runs in kinds]
     down = [_written(runs, (*tiles.lists, columns), rows) for runs in turned]
     return [x for pair in (*by_row, *down) for x in pair]
+
+
+def lists_of_map(codes: Tensor, *, by_column: bool = True) -> list[Tensor]:
+    """The same of a map of codes, int8 ``[B, H, R, C]``."""
+    rows, columns = codes.shape[2:]
+    rooms = [columns, columns, rows, rows]
+    if codes.numel() > WHOLE:
+        rooms = [_width(n, room) for n, room in zip(longest(codes), rooms, strict=True)]
+    made = tile_lists(codes, *rooms[:2])
+    return [*made, *tile_lists(codes.transpose(-1, -2), *rooms[2:])] if by_column else made
 
 
 def _written(runs: Runs, shape: tuple[int, int, int], columns: int) -> tuple[Tensor, Tensor]:
@@ -121,5 +154,9 @@ def _slots(counts: Tensor, columns: int) -> Tensor:
     """Lists for ``counts``, of zeros: a kernel may load the first slot of an empty list."""
     width = columns
     if len(counts) * columns > WHOLE:
-        width = min(columns, 1 << (max(1, int(counts.max())) - 1).bit_length())
+        width = _width(int(counts.max()), columns)
     return torch.zeros((len(counts), width), dtype=torch.int32, device=counts.device)
+
+
+def _width(needed: int, room: int) -> int:
+    return min(room, 1 << (max(1, needed) - 1).bit_length())

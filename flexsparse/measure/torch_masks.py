@@ -43,9 +43,9 @@ def eager_lists(made: Conversion) -> Contender:
     if codes is not None and codes.shape[1] > 1:
         raise UnfitError("the rule differs from head to head")
     blocks = (problem.q_block, problem.kv_block)
-    if any(a % b and b % a for a, b in zip(blocks, layout.block_size, strict=True)):
+    address, span, batch = layout.address, layout.logical_span, problem.grid.batch
+    if any(a % b and b % a for a, b in zip(blocks, span[2:], strict=True)):
         raise UnfitError("blocks and tiles do not nest")
-    address, span, batch = layout.address, layout.span, problem.grid.batch
     columns, arguments = ceil_div(problem.grid.kv_len, problem.kv_block), _arguments(made)
 
     def lists() -> BlockMask:
@@ -66,16 +66,17 @@ def compiled_create_block_mask(made: Conversion) -> Contender:
     """torch's create_block_mask, compiled, over every pair of the same mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    layout, grid = made.layout, made.problem.grid
+    layout = made.layout
     b, h = layout.kv_num_blocks.shape[:2]
-    needed, free = b * h * grid.q_len * grid.kv_len, free_bytes(made.problem.device)
+    q_len, kv_len = layout.span[:2]
+    needed, free = b * h * q_len * kv_len, free_bytes(made.problem.device)
     if needed > free:
         raise UnfitError(
             f"a byte for each of its pairs is {needed / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
         )
     mask = layout.mask_mod
     compiled = compiled_alone(create_block_mask)
-    sizes = (b, h, grid.q_len, grid.kv_len, str(made.problem.device), layout.block_size)
+    sizes = (b, h, q_len, kv_len, str(made.problem.device), layout.block_size)
     given = ", membership given as bits" if layout.select is not None else ""
     return Contender(lambda: compiled(mask, *sizes), f"every pair evaluated{given}")
 
@@ -105,10 +106,10 @@ def _tiles(chosen: Tensor, blocks: tuple[int, int], span: Span) -> tuple[Tensor,
 
 
 def _arguments(made: Conversion) -> dict[str, Any]:
-    layout, grid = made.layout, made.problem.grid
+    layout = made.layout
     return {
         "BLOCK_SIZE": layout.block_size,
         "mask_mod": layout.mask_mod,
-        "seq_lengths": (grid.q_len, grid.kv_len),
+        "seq_lengths": layout.span[:2],
         "compute_q_blocks": layout.columns is not None,
     }

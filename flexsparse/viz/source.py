@@ -201,12 +201,12 @@ def _of_layout(layout: Layout, name: str | None, b: int, h: int) -> Source:
         raise ArgumentError(
             f"this layout has {grid.batch} sequences and {address.heads} query heads, got b={b}, h={h}"
         )
-    rows, lanes = address.kernel_batch(grid.batch), address.kernel_heads[0]
-    places = torch.arange(rows * lanes, device="cpu").view(rows, lanes, 1, 1)
-    entry, lane = divmod(int(address.unpack(places, grid.batch)[b, h]), lanes)
+    at = torch.tensor
+    entry, lane, _ = address.kernel(at(b, device="cpu"), at(h, device="cpu"), at(0, device="cpu"))
     partial, full = (
         maps[entry % maps.shape[0], lane % maps.shape[1]] for maps in layout.tile_maps()
     )
+    mask = layout.mask_mod
     rule, several = layout.program.rule, layout.select
     if name is None and rule is not None:
         name = rule.name
@@ -215,8 +215,8 @@ def _of_layout(layout: Layout, name: str | None, b: int, h: int) -> Source:
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         q_offset=_offset(grid, b),
-        tile=layout.block_size,
-        mask=_at(layout.mask_mod, entry, lane),
+        tile=layout.logical_span[2:],
+        mask=_at(lambda b, h, q, kv: mask(*address.kernel(b, h, q), kv), b, h),
         select=None if several is None else _lane(several, b, h, address.heads),
         tiles=(partial, full),
     )

@@ -1,0 +1,125 @@
+"""How much neighbouring queries share: the tiles that rows of candidates come to under each size of tile.
+
+Tall tiles fill the tensor cores, and a tile must visit what any of its queries selects. Which height
+pays depends on the data alone, so it is counted, on a sample, when a plan is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexsparse.grid import Grid
+from flexsparse.kernels.geometry import Geometry
+from flexsparse.selection import Selection
+from flexsparse.shapes import ceil_div
+
+Size = tuple[int, int]
+
+# Candidates of a sample, and entries of the map that it is counted in.
+_ENTRIES = 2**24
+# Pairs a second, relative to tiles of 128 rows: one H200, bf16, head dim 128, blocks of 64 keys that 64
+# neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
+_SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
+# The same on the same device for a tile whose queries differ, which asks each pair for its membership:
+# 6.1 ms where pairs of neighbours share, under tiles of four of them.
+_MASKED = 1.3
+# What a rule makes of each tile is a byte on the device: shorter tiles than that allows are no choice.
+MOST_TILES = 2**28
+
+
+class Met(NamedTuple):
+    """Tiles that any of their queries touches, and how many of them all of their queries touch."""
+
+    tiles: float
+    agreed: float
+
+
+def tiles_met(
+    select: Selection, grid: Grid, heads: tuple[int, int], sizes: Sequence[Size]
+) -> list[Met]:
+    """What the candidates come to under tiles of each of ``sizes`` (queries, keys), over batch and KV heads.
+
+    ``heads`` is ``(Hq, Hkv)``. The rule is not asked. Counted on evenly spaced stretches of queries
+    where all would take long; reads the device once.
+    """
+    stretch = math.lcm(*(queries for queries, _ in sizes))
+    there = ceil_div(grid.q_len, stretch)
+    lists = select.indices.shape[:2].numel()
+    columns = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
+    widest = max(columns, select.indices.shape[3])
+    count = max(1, min(there, _ENTRIES // (lists * stretch * widest)))
+    begins = torch.tensor([i * there // count * stretch for i in range(count)])
+    query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
+    past = (query >= grid.q_len)[:, None]
+    touched = {keys: _touched(select, grid, query, keys) for _, keys in sizes}
+    counts = []
+    for queries, keys in sizes:
+        some = touched[keys].unflatten(2, (-1, queries)).any(3)
+        every = (touched[keys] | past).unflatten(2, (-1, queries)).all(3)
+        counts += [some.sum(), (some & every).sum()]
+    found: list[int] = torch.stack(counts).tolist()
+    whole = grid.batch * heads[1] / lists * there / count
+    return [
+        Met(tiles * whole, agreed * whole)
+        for tiles, agreed in zip(found[::2], found[1::2], strict=True)
+    ]
+
+
+def best_rows(
+    select: Selection, grid: Grid, heads: tuple[int, int], keys: int
+) -> tuple[int, float]:
+    """The height of tiles of ``keys`` columns, in rows of G heads beside each query, that is predicted
+    to take the least time; and how many times the tiles of one query a row of such tiles visits."""
+    group = heads[0] // heads[1]
+    every = heights(group)
+    rows = [n for n in every if math.prod(grid.shape(n // group, keys)) <= MOST_TILES] or every[-1:]
+    sizes = [(1, keys), *((height // group, keys) for height in rows)]
+    one, *met = tiles_met(select, grid, heads, sizes)
+    costs = [predicted(m, height) for m, height in zip(met, rows, strict=True)]
+    # Where two cost the same, the taller has fewer tiles to list.
+    at = min(range(len(rows)), key=lambda i: (costs[i], -rows[i]))
+    alone = one.tiles / grid.q_len * ceil_div(grid.q_len, rows[at] // group)
+    return rows[at], met[at].tiles / alone if alone else 1.0
+
+
+def predicted(met: Met, rows: int) -> float:
+    """The time of tiles of ``rows`` rows, in those of 128 rows that need no mask, times 128."""
+    # A kernel computes a tile in pieces whose heights are powers of two.
+    speed = _SPEED[math.gcd(rows, 128)]
+    return (met.agreed + _MASKED * (met.tiles - met.agreed)) * rows / speed
+
+
+def heights(group: int) -> list[int]:
+    """Heights that hold whole queries of ``group`` rows and suit tensor cores: up to 128, or the least.
+
+    >>> heights(16), heights(3), heights(64)
+    ([16, 32, 64, 128], [48, 96], [64, 128])
+    """
+    least = math.lcm(16, group)
+    found = [least]
+    while found[-1] * 2 <= 128:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _touched(select: Selection, grid: Grid, query: Tensor, keys: int) -> Tensor:
+    """bool ``[B, H, n, C]``: the columns of ``keys`` that each query touches; one past the end, none."""
+    lengths = (grid.q_len, grid.kv_len)
+    geometry = Geometry(*lengths, select.q_block, select.kv_block, 1, keys)
+    columns = geometry.tiles[1]
+    row = query.clamp(max=grid.q_len - 1) // select.q_block
+    chosen = select.indices[:, :, row].to(torch.int64)
+    used = (chosen >= 0) & (query < grid.q_len)[:, None]
+    first = chosen * select.kv_block // keys
+    last = (((chosen + 1) * select.kv_block).clamp(max=grid.kv_len) - 1) // keys
+    # One column past the last: unused slots write there.
+    touched = torch.zeros((*chosen.shape[:3], columns + 1), dtype=torch.bool, device=chosen.device)
+    for step in range(geometry.tiles_per_candidate):
+        inside = used & (first + step <= last)
+        touched.scatter_(-1, torch.where(inside, first + step, columns), True)
+    return touched[..., :columns]
