@@ -38,6 +38,8 @@ def judged(
         },
         "unlisted": hidden,
     }
+    if (report.plan.backend, report.plan.tile) != (plan.backend, plan.tile):
+        return found, f"checked was {report.plan.backend}, but what is timed is {plan.backend}"
     if not report.ok:
         return found, f"attention differs from the reference: {report.detail}"
     if hidden["equal"] is False:
