@@ -154,9 +154,9 @@ class PackedHeads(FoldedHeads):
     def pack(self, x: Tensor, name: str) -> Tensor:
         if name != "q":
             return super().pack(x, name)
-        batch, _, _, dim = x.shape
-        beside = x.view(batch, self.kv_heads, self.group, -1, dim).transpose(2, 3)
-        return beside.reshape(batch * self.kv_heads, 1, -1, dim)
+        batch, _, queries, *rest = x.shape
+        beside = x.view(batch, self.kv_heads, self.group, queries, *rest).transpose(2, 3)
+        return beside.reshape(batch * self.kv_heads, 1, queries * self.group, *rest)
 
     def unpack(self, x: Tensor, batch: int) -> Tensor:
         beside = x.reshape(batch, self.kv_heads, -1, self.group, *x.shape[3:])

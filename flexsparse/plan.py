@@ -259,9 +259,7 @@ class Plan(Shown):
         wanted = learned or any(x.requires_grad for x in (q, k, v))
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
         grads = torch.is_grad_enabled() and wanted
-        if (asked := (grads, need_lse, learned)) not in self.taken:
-            self._refuse(backend, self._call(*asked))
-            self.taken.add(asked)
+        self._refuse(backend, grads, need_lse, learned)
         if grads and self.backend not in UNTILED:
             layout = self._with_columns(layout)
         q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -363,7 +361,13 @@ class Plan(Shown):
             self.score_program,
         )
 
-    def _refuse(self, backend: Backend, call: Call) -> None:
+    def _refuse(self, backend: Backend, grads: bool, lse: bool, learned: bool) -> None:
+        # What a compiled region wrote down would make it compile again.
+        remembers = not torch.compiler.is_compiling()
+        asked = (grads, lse, learned)
+        if remembers and asked in self.taken:
+            return
+        call = self._call(*asked)
         if (why := backend.refuses(call)) is not None:
             raise BackendError(
                 f"backend {backend.name!r} cannot run this: {why}; use backend='tiles'"
@@ -373,6 +377,8 @@ class Plan(Shown):
                 f"this plan has tiles of {self.tile[0]}x{self.tile[1]}, but the backward of "
                 f"{backend.name} needs larger ones: make the plan from tensors that require gradients"
             )
+        if remembers:
+            self.taken.add(asked)
 
     def __repr__(self) -> str:
         return (

@@ -44,7 +44,7 @@ def kinds(length: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", kinds(1))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_chunks_are_the_whole(kind: str, length: int) -> None:
-    options = kinds(length)[kind] | {"tile": (16, 32)}
+    options = {"pack": "identity"} | kinds(length)[kind] | {"tile": (16, 32)}
     inputs = [t.requires_grad_() for t in tensors(length, length)]
     q, k, v = inputs
     plan = fs.make_plan(*inputs, **options)
@@ -151,7 +151,7 @@ def test_a_chunk_knows_when_it_is_outdated() -> None:
 )
 def test_what_is_no_chunk(start: Any, stop: Any, said: str) -> None:
     q, k, v = tensors(200, 200)
-    plan = fs.make_plan(q, k, v, select=drawn(200, 200, 0, q_block=24), tile=16)
+    plan = fs.make_plan(q, k, v, select=drawn(200, 200, 0, q_block=24), tile=16, pack="identity")
     with pytest.raises(fs.FlexSparseError, match=said):
         plan.chunk(start, stop)
     plan.chunk(48, 200)

@@ -109,7 +109,7 @@ rows:
         "c.yaml:13:59: rows.2.select.quest.keep: must be an integer, got 1.5",
         "c.yaml:13:72: rows.2.score: causal is a rule, not a score",
         "c.yaml:14:15: rows.3.q_offset: must be an integer, got 1.5",
-        "c.yaml:14:30: rows.3.backend: must be auto, flex, tiles, gather or dense, got 'cuda'",
+        "c.yaml:14:30: rows.3.backend: must be auto, decode, flash, flex, tiles, gather or dense, got 'cuda'",
     ]
     assert len(told) == len(starts)
     for line, start in zip(told, starts, strict=True):

@@ -196,23 +196,10 @@ def test_what_torch_has_a_kernel_for(
     q, k, v = qkv((4, 2), lengths)
     plan = fs.make_plan(q, k, v, backend="dense", **options)
     assert plan.first is not None
-    assert dense._known(plan.first, lengths[0]) is causal
+    selected = plan.first.select is not None
+    assert dense.known(plan.program, plan.grid, selected=selected) is causal
     close(plan.run(q, k, v).out, fs.reference(q, k, v, **options).out)
     checked("dense", q, k, v, **options)
-
-
-def test_effort_grows_with_what_is_read() -> None:
-    few = gather.effort(1e6, (64, 1), (128, 128), 2, grads=False)
-    assert few == (1e6 * 64 * 4 * 128, 1e6 * 512)
-    # Four query heads fill a tensor core's tile no better than sixteen.
-    assert gather.effort(1, (4, 1), (64, 64), 2, False) == gather.effort(
-        1, (16, 1), (64, 64), 2, False
-    )
-    both = gather.effort(1e6, (64, 1), (128, 128), 2, grads=True)
-    assert both.flops == 3.5 * few.flops and both.bytes == 4 * few.bytes
-    whole = dense.effort(1e6, (8, 2), (128, 128), 2, grads=False, masked=False)
-    assert whole.flops == 1e6 * 8 * 512
-    assert dense.effort(1e6, (8, 2), (128, 128), 2, False, masked=True).bytes - whole.bytes == 16e6
 
 
 @pytest.mark.parametrize("backend", UNTILED)

@@ -139,7 +139,7 @@ def test_a_swap_of_rows_writes_no_other_row() -> None:
     """What was not named as changed is not looked at: that is what makes it cheap."""
     q, k, v = tensors(200, 200)
     old, new = drawn(200, 200, 0), drawn(200, 200, 1)
-    plan = fs.make_plan(q, k, v, select=old, tile=(16, 16))
+    plan = fs.make_plan(q, k, v, select=old, tile=(16, 16), pack="identity")
     layout, before = plan.layout(old), plan.layout(old)
     plan.layout(new, into=layout, rows=range(32, 48))
     for ours, theirs in zip(layout.lists, before.lists, strict=True):

@@ -204,7 +204,9 @@ def shape_for(q: Tensor, v: Tensor, lanes: Lanes, kv_tile: int, capacity: int) -
     head_dim = next_power_of_two(max(16, q.shape[-1]))
     key_bytes = (head_dim + next_power_of_two(max(16, v.shape[-1]))) * q.element_size()
     # Small tiles are taken several at once, large ones in parts.
-    keys = max(16, min(128, _STEP_BYTES // key_bytes))
+    fitting = _STEP_BYTES // key_bytes
+    # The greatest power of two among them: a range of a kernel has no other length.
+    keys = max(16, min(128, 1 << (fitting.bit_length() - 1)))
     stages = max(1, min(_MOST_STAGES, _IN_FLIGHT // (keys * key_bytes)))
     splits = splits_for(lanes.number, steps_of(capacity, kv_tile, keys), q.device)
     return Shape(splits, keys, 8 if lanes.group * q.shape[2] > 64 else 4, stages)
