@@ -25,7 +25,7 @@ from flexsparse.measure import torch_masks
 from flexsparse.measure.baselines import BASELINES, measured
 from flexsparse.measure.contender import Contender
 from flexsparse.measure.conversion import Conversion, conversion
-from flexsparse.measure.problem import past_blocks, past_tokens, random_pages
+from flexsparse.measure.draws import page_scores, past_blocks, past_tokens
 from flexsparse.measure.torch_masks import (
     compiled_create_block_mask,
     eager_lists,
@@ -182,8 +182,8 @@ rows:
         "c.yaml:4:24: rows.0.blocks.length: must be at least 1, got 0",
         "c.yaml:4:44: rows.0.blocks.lenght: unknown key (did you mean 'length'?); known are heads",
         "c.yaml:5:15: rows.1.decode: heads must be a multiple of kv_heads, got 3 and 2",
-        "c.yaml:6:5: rows.2: needs exactly one of blocks, decode, tokens, rule, got none",
-        "c.yaml:7:5: rows.3: needs exactly one of blocks, decode, tokens, rule, got decode and tokens",
+        "c.yaml:6:5: rows.2: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, linear, got none",
+        "c.yaml:7:5: rows.3: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, linear, got decode and tokens",
         "c.yaml:10:29: rows.4.rule.of.sliding_window.size: SlidingWindow size must be at least 1",
         "c.yaml:12:7: rows.4.rule.tile: must be at least 16, got 8",
     ]
@@ -224,9 +224,7 @@ def test_blocks_are_of_the_past_and_hold_the_own() -> None:
 
 
 def test_pages_and_tokens() -> None:
-    pages = random_pages(2, 3, 10, 4, draw())
-    assert pages.shape == (2, 3, 1, 4) and pages.min() >= 0 and pages.max() < 10
-    assert all(len(set(kept)) == 4 for kept in pages.flatten(0, 2).tolist())
+    assert page_scores(2, 3, 10, draw()).shape == (2, 3, 1, 10)
     tokens = past_tokens(50, 8, draw())
     assert tokens.shape == (1, 1, 50, 8) and tokens.min() >= 0
     assert bool((tokens <= torch.arange(50)[:, None]).all())
@@ -300,7 +298,7 @@ def test_a_mask_that_would_not_fit_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conv = made(SMALL, tmp_path, 2)
-    monkeypatch.setattr(torch_masks, "_free_bytes", lambda device: 256 * 256 - 1)
+    monkeypatch.setattr(torch_masks, "free_bytes", lambda device: 256 * 256 - 1)
     found = measured("create_block_mask", conv)
     assert found["cost"] is None and "a byte for each of its pairs" in found["reason"]
 

@@ -9,15 +9,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from flexsparse.choice import BackendName, Pack
 from flexsparse.experiment.build import build_rule
 from flexsparse.experiment.config import Positive, Strict
 from flexsparse.experiment.load import judged, refuse_repeated
 from flexsparse.experiment.source import Source, dump
 from flexsparse.masks.causal import Causal
+from flexsparse.measure.attention_peers import PeerName
 from flexsparse.measure.baselines import BASELINES, Name
 from flexsparse.rules import MaskRule
 
 Tile = Annotated[int, Field(ge=16)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Heads(Strict):
@@ -35,16 +38,47 @@ class Heads(Strict):
         return self
 
 
+class Tail(Strict):
+    """A share of the rows that keeps a share of all that is kept."""
+
+    rows: Share = 0.01
+    share: Share = 0.3
+
+
 class Blocks(Heads):
     """Block top-k, causal: ``keep`` blocks of ``kv_block`` keys for each ``q_block`` queries and KV
-    head, the own block among them. ``training`` makes lists by column too."""
+    head, the own block among them. ``training`` makes lists by column too. With a ``tail`` some rows
+    keep many more."""
 
     length: Positive
     q_block: Positive = 128
     kv_block: Positive = 128
     keep: Positive
+    tail: Tail | None = None
     tile: Tile | None = None
     training: bool = True
+
+
+class Nsa(Heads):
+    """Blocks chosen by every token and KV head, causal, as in Native Sparse Attention: ``keep`` blocks
+    of ``block`` keys, the first and the own among them; ``shared`` neighbours choose the same."""
+
+    heads: Positive = 64
+    kv_heads: Positive = 4
+    length: Positive
+    block: Positive = 64
+    keep: Positive = 16
+    shared: Positive = 1
+    tile: Tile | None = None
+    training: bool = False
+
+    @model_validator(mode="after")
+    def _neighbours(self) -> Self:
+        if self.block % self.shared or self.length % self.shared:
+            raise ValueError(
+                f"shared must divide block and length, got {self.shared}, {self.block} and {self.length}"
+            )
+        return self
 
 
 class Decode(Heads):
@@ -63,26 +97,71 @@ class Tokens(Heads):
     length: Positive
     keep: Positive
     tile: Tile | None = None
+    training: bool = False
 
 
 class RuleAlone(Heads):
-    """A rule named as in an experiment, built ahead; ``dense`` is what it is held against."""
+    """A rule named as in an experiment; ``dense`` is what it is held against. It is built ahead, or
+    where it is ``fresh``, as for documents that change, at every call."""
 
     of: Any
     length: Positive
     tile: Tile = 128
     dense: Literal["causal", "full"] = "causal"
+    fresh: bool = False
+    training: bool = False
+
+
+class Ragged(Heads):
+    """Requests of lognormal lengths, end to end, causal each by itself, fresh at every call."""
+
+    total: Positive
+    smallest: Positive = 128
+    largest: Positive = 65536
+    seed: int = 0
+    tile: Tile = 128
+    training: bool = False
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if not self.smallest <= self.largest <= self.total:
+            raise ValueError(
+                "smallest, largest and total must not fall, got "
+                f"{self.smallest}, {self.largest} and {self.total}"
+            )
+        return self
+
+
+class Linear(Heads):
+    """Block top-k as above with one budget after the other: does time follow the tiles?"""
+
+    length: Positive
+    keeps: Annotated[list[Positive], Field(min_length=3)]
+    q_block: Positive = 128
+    kv_block: Positive = 128
+    tile: Tile | None = None
 
 
 class Row(Strict):
-    """One problem, of one kind. ``attention`` also times attention over it, against dense."""
+    """One problem, of one kind. ``attention`` also times attention over it, against dense.
+
+    ``backend`` and ``pack`` are make_plan's; of several backends each gets a record. ``peers`` are those
+    of the configuration, where none are given.
+    """
 
     name: str
+    note: str | None = None
     blocks: Blocks | None = None
+    nsa: Nsa | None = None
     decode: Decode | None = None
     tokens: Tokens | None = None
     rule: RuleAlone | None = None
+    ragged: Ragged | None = None
+    linear: Linear | None = None
     attention: bool = False
+    backend: BackendName | Annotated[list[BackendName], Field(min_length=1)] | None = None
+    pack: Pack | None = None
+    peers: list[PeerName] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -97,12 +176,25 @@ class Row(Strict):
     def kind(self) -> str:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
+    @property
+    def of(self) -> Form:
+        form: Form = getattr(self, self.kind)
+        return form
 
-KINDS = ("blocks", "decode", "tokens", "rule")
+    def backends(self, usual: BackendName | list[BackendName]) -> list[BackendName]:
+        """Those of the row, or of the configuration."""
+        asked = usual if self.backend is None else self.backend
+        return asked if isinstance(asked, list) else [asked]
+
+
+Form = Blocks | Nsa | Decode | Tokens | RuleAlone | Ragged | Linear
+KINDS = ("blocks", "nsa", "decode", "tokens", "rule", "ragged", "linear")
 
 
 class Config(Strict):
-    """A bench; ``baselines`` names what stands beside this library in each row."""
+    """A bench. In each row ``baselines`` stand beside this library's conversion, and where attention is
+    timed ``peers`` beside both together; their first call may take ``patience`` seconds. ``checked``
+    query rows meet the reference."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w .+-]*$")]
     dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
@@ -110,6 +202,10 @@ class Config(Strict):
     head_dim: Positive = 128
     seed: int = 0
     baselines: list[Name] = Field(default_factory=lambda: list(BASELINES))
+    peers: list[PeerName] = Field(default_factory=list)
+    patience: Positive = 120
+    checked: Positive = 256
+    backend: BackendName | Annotated[list[BackendName], Field(min_length=1)] = "auto"
     rows: Annotated[list[Row], Field(min_length=1)]
 
     def as_yaml(self) -> str:

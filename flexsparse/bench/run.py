@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,30 @@ import torch
 
 from flexsparse.ahead import Terms, look_ahead
 from flexsparse.bench.config import Bench, Config, Row
-from flexsparse.bench.problems import problem
+from flexsparse.bench.problems import budgets, problem
+from flexsparse.choice import BackendName
 from flexsparse.device import Ceilings, ceilings
-from flexsparse.errors import FlexSparseError
+from flexsparse.errors import BackendError, FlexSparseError
 from flexsparse.experiment.environment import environment
 from flexsparse.experiment.journal import append, plain
 from flexsparse.experiment.run import open_folder
+from flexsparse.measure.attention_peers import peer
 from flexsparse.measure.baselines import measured
 from flexsparse.measure.conversion import Conversion, conversion
 from flexsparse.measure.cost import cost, first_line
-from flexsparse.measure.delivery import attended
+from flexsparse.measure.decoding import steps
+from flexsparse.measure.delivery import attended, dense_ms
+from flexsparse.measure.judged import judged
+from flexsparse.measure.linear import fitted
+from flexsparse.measure.timed import forward_ms
+from flexsparse.measure.uneven import uneven
 from flexsparse.rules import MaskRule
 
-Told = Callable[[dict[str, Any]], None]
+Record = dict[str, Any]
+Told = Callable[[Record], None]
 
 
-def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[dict[str, Any]]:
+def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[Record]:
     """Runs all rows and leaves config.yaml, environment.json and rows.jsonl in ``out``.
 
     What stood there is replaced. ``told`` hears of each row as it is finished.
@@ -42,60 +50,124 @@ def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[dict[
     open_folder(out, texts)
     records = []
     for row, rule in zip(config.rows, bench.rules, strict=True):
-        record = plain(run_row(row, rule, config, device, limits))
-        append(out / "rows.jsonl", record)
-        records.append(record)
-        told(record)
+        for found in run_row(row, rule, config, device, limits):
+            record = plain(found)
+            append(out / "rows.jsonl", record)
+            records.append(record)
+            told(record)
     return records
 
 
 def run_row(
     row: Row, rule: MaskRule | None, config: Config, device: torch.device, limits: Ceilings
-) -> dict[str, Any]:
-    """What stands in ``rows.jsonl`` for this row; ``status`` is ok, wrong or failed.
+) -> Iterator[Record]:
+    """What stands in ``rows.jsonl`` for this row, a record for each of its backends; ``status`` is ok,
+    refused (by a backend that was asked for by name), wrong or failed.
 
     Times are in ms, ``copy_share`` is what moving the fewest bytes would take at the device's copy
-    bandwidth over what the conversion took.
+    bandwidth over what the conversion took. What others do is timed once, beside the first backend
+    that runs; ``dense_ms`` and ``peers`` are repeated in the records of the rest.
     """
-    begun = time.perf_counter()
-    record: dict[str, Any] = {
-        "name": row.name,
-        "kind": row.kind,
-        "problem": getattr(row, row.kind).model_dump(exclude_none=True),
-        "device": str(device),
-        "status": "ok",
-        "error": None,
-        "ours": None,
-        "baselines": [],
-        "attention": None,
-    }
-    try:
-        made = conversion(
-            problem(row, rule, config, device), attention=row.attention, seed=config.seed
-        )
-        record |= _ours(made, limits)
-        for name in config.baselines:
-            record["baselines"].append(measured(name, made))
-        if row.attention:
-            record["attention"] = found = attended(made, config.seed)
-            if not found["check"]["ok"]:
-                detail = record["attention"]["check"]["detail"]
-                record |= {
-                    "status": "wrong",
-                    "error": f"attention differs from the reference: {detail}",
-                }
-    except Exception as error:
-        said = str(error) if isinstance(error, FlexSparseError) else first_line(error)
-        record |= {"status": "failed", "error": said}
-        if not isinstance(error, FlexSparseError):
-            record["traceback"] = traceback.format_exc()
-    if device.type == "cuda":
-        # What a row leaves in torch's allocator must not make the next one fail.
-        torch.cuda.empty_cache()
-    return record | {"seconds": time.perf_counter() - begun}
+    beside: Record = {}
+    for backend in row.backends(config.backend):
+        begun = time.perf_counter()
+        record: Record = {
+            "name": row.name,
+            "note": row.note,
+            "kind": row.kind,
+            "asked": backend,
+            "pack": row.pack,
+            "problem": row.of.model_dump(exclude_none=True),
+            "device": str(device),
+            "status": "ok",
+            "error": None,
+            "ours": None,
+            "baselines": [],
+            "attention": None,
+            "peers": [],
+            "uneven": None,
+            "linear": None,
+        }
+        try:
+            if row.kind == "linear":
+                _line(record, row, rule, config, device, backend)
+            else:
+                _fill(record, beside, row, rule, config, device, limits, backend)
+        except BackendError as why:
+            record |= {"status": "failed" if backend == "auto" else "refused", "error": str(why)}
+        except Exception as error:
+            said = str(error) if isinstance(error, FlexSparseError) else first_line(error)
+            record |= {"status": "failed", "error": said}
+            if not isinstance(error, FlexSparseError):
+                record["traceback"] = traceback.format_exc()
+        if device.type == "cuda":
+            # What a row leaves in torch's allocator must not make the next one fail.
+            torch.cuda.empty_cache()
+        yield record | {"seconds": time.perf_counter() - begun}
 
 
-def _ours(made: Conversion, limits: Ceilings) -> dict[str, Any]:
+def _fill(
+    record: Record,
+    beside: Record,
+    row: Row,
+    rule: MaskRule | None,
+    config: Config,
+    device: torch.device,
+    limits: Ceilings,
+    backend: BackendName,
+) -> None:
+    """The record of one backend, filled as far as it gets."""
+    given = problem(row, rule, config, device)
+    made = conversion(
+        given, attention=row.attention, seed=config.seed, backend=backend, pack=row.pack
+    )
+    record |= _ours(made, limits)
+    if not beside:
+        record["baselines"] = [measured(name, made) for name in config.baselines]
+    if not row.attention:
+        beside["baselines"] = True
+        return
+    found, wrong = judged(made, config.checked, config.seed, backend, row.pack)
+    record["attention"] = found
+    if wrong is not None:
+        record |= {"status": "wrong", "error": wrong}
+    if not beside:
+        beside["dense"] = dense_ms(made)
+        wanted = config.peers if row.peers is None else row.peers
+        beside["peers"] = [peer(name, made, config.patience) for name in wanted]
+    record["peers"] = beside["peers"]
+    found |= attended(made, beside["dense"])
+    if given.scores is not None:
+        found["steps"] = steps(made)
+    if given.even is not None:
+        record["uneven"] = uneven(made, found, config.seed, backend, row.pack)
+
+
+def _line(
+    record: Record,
+    row: Row,
+    rule: MaskRule | None,
+    config: Config,
+    device: torch.device,
+    backend: BackendName,
+) -> None:
+    """Kernel time at one budget after the other."""
+    points = []
+    for given in budgets(row, rule, config, device):
+        made = conversion(given, attention=True, seed=config.seed, backend=backend, pack=row.pack)
+        found, wrong = judged(made, config.checked, config.seed, backend, row.pack)
+        if wrong is not None:
+            record |= {"status": "wrong", "error": wrong}
+        assert made.qkv is not None
+        points.append({
+            "tiles": made.layout_of_plan.budget().physical_tiles,
+            "kernel_ms": forward_ms(made.attend, made.qkv, device),
+            **found,
+        })  # fmt: skip
+    record["linear"] = fitted(points)
+
+
+def _ours(made: Conversion, limits: Ceilings) -> Record:
     given, layout = made.problem, made.layout
     taken = cost(made.call, given.device)
     found = {
@@ -116,7 +188,14 @@ def _ours(made: Conversion, limits: Ceilings) -> dict[str, Any]:
 def _packages() -> dict[str, str | None]:
     """Versions of what a baseline or a clock needs; None where it is not installed."""
     found: dict[str, str | None] = {}
-    for name in ("triton", "attn-gym", "flashinfer-python"):
+    for name in (
+        "triton",
+        "flash-attn-4",
+        "fla-core",
+        "attn-gym",
+        "flashinfer-python",
+        "nvidia-cudnn-cu13",
+    ):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

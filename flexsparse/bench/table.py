@@ -1,14 +1,15 @@
-"""The tables of a bench: what attention delivered, the conversion beside others, and its bytes."""
+"""The tables of a bench: attention's, then the conversion beside others, and its bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flexsparse.bench.attention_tables import attention_tables
+from flexsparse.bench.form import Record, table
 from flexsparse.experiment.table import NOTHING, number
 
 OURS = "flexsparse"
@@ -16,31 +17,37 @@ OURS = "flexsparse"
 _TIMES = {"eager_ms": "eager", "wall_ms": "wall", "graph_ms": "graph"}
 
 
-def print_tables(records: list[dict[str, Any]], console: Console) -> None:
+def print_tables(records: list[Record], console: Console) -> None:
     """The answer first, where attention was timed; then every row beside each baseline, and what
-    went wrong."""
-    for table in (_delivered(records), _conversion(records), _bytes(records)):
-        if table.row_count:
-            console.print(table)
+    went wrong or was refused."""
+    for made in (*attention_tables(records), _conversion(records), _bytes(records)):
+        if made.row_count:
+            console.print(made)
     for record in records:
         if record["error"]:
-            console.print(Text(f"{record['name']}: {record['error']}", style="red"))
+            by = "" if record["asked"] == "auto" else f" by {record['asked']}"
+            style = "dim" if record["status"] == "refused" else "red"
+            console.print(Text(f"{record['name']}{by}: {record['error']}", style=style))
 
 
 def _conversion(records: list[dict[str, Any]]) -> Table:
     # Without a device the three are one.
     on_cpu = all(record["device"] == "cpu" for record in records)
     shown = {k: v for k, v in _TIMES.items() if k == "eager_ms" or not on_cpu}
-    table = _table("Conversion: median ms, and how many times ours")
-    table.add_column("row", overflow="fold")
-    table.add_column("who", overflow="fold")
-    for head in shown.values():
-        table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("x", justify="right", no_wrap=True)
-    table.add_column("what it does, or why not", overflow="fold")
+    made = table(
+        "Conversion: median ms, and how many times ours",
+        ["row", "who"],
+        [head for name in shown.values() for head in (name, "x")],
+        ["what it does, or why not"],
+    )
+    told: set[str] = set()
     for record in records:
         ours = record["ours"]
-        lines = [(OURS, ours, record["error"] if ours is None else _way(record))]
+        # Others were timed beside the first backend of a row.
+        if ours is None or record["name"] in told:
+            continue
+        told.add(record["name"])
+        lines = [(OURS, ours, _way(record))]
         if record.get("look_ahead"):
             lines.append(("look ahead", record["look_ahead"], "the rule's tiles alone"))
         lines += [(b["name"], b["cost"], b["reason"] or b["note"]) for b in record["baselines"]]
@@ -50,13 +57,13 @@ def _conversion(records: list[dict[str, Any]]) -> Table:
                 cells += _beside(cost, ours, key)
             no_graph = None if on_cpu or cost is None else cost["no_graph"]
             cells.append("; ".join(filter(None, [said, no_graph and f"no graph: {no_graph}"])))
-            table.add_row(*map(Text, cells), style=None if i == 0 else "dim")
-        table.add_section()
-    return table
+            made.add_row(*map(Text, cells), style=None if i == 0 else "dim")
+        made.add_section()
+    return made
 
 
 def _way(record: dict[str, Any]) -> str:
-    if record["kind"] == "rule":
+    if record["kind"] in ("rule", "ragged"):
         return "the rule's layout, from nothing"
     return "from raw indices: sets, tiles, lists"
 
@@ -71,15 +78,16 @@ def _beside(cost: dict[str, Any] | None, ours: dict[str, Any] | None, key: str) 
 
 
 def _bytes(records: list[dict[str, Any]]) -> Table:
-    table = _table("Bytes: what the layout keeps, and how near its making comes to a copy")
-    table.add_column("row", overflow="fold")
-    for head in ("tile", "kept", "must move", "of copy bandwidth", "peak beside"):
-        table.add_column(head, justify="right", no_wrap=True)
+    made = table(
+        "Bytes: what the layout keeps, and how near its making comes to a copy",
+        ["row"],
+        ["tile", "kept", "must move", "of copy bandwidth", "peak beside"],
+    )
     for record in records:
         if record["ours"] is None:
             continue
         peak = record["ours"]["peak_bytes"]
-        table.add_row(
+        made.add_row(
             Text(record["name"]),
             "x".join(map(str, record["tile"])),
             f"{record['kept_bytes']:,}",
@@ -87,40 +95,4 @@ def _bytes(records: list[dict[str, Any]]) -> Table:
             f"{record['copy_share']:.2%}",
             NOTHING if peak is None else f"{peak:,}",
         )
-    return table
-
-
-def _delivered(records: list[dict[str, Any]]) -> Table:
-    table = _table("Delivered = (dense / total) / promised, layout inside")
-    table.add_column("row", overflow="fold", min_width=16)
-    heads = (
-        "dense ms", "kernel ms", "total ms", "promised", "got", "delivered",
-        "= selector x worktable x kernel", "error (plain)",
-    )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="right")
-    for record in records:
-        attention = record["attention"] or {}
-        for mode in ("forward", "training"):
-            if mode not in attention:
-                continue
-            found, errors = attention[mode], attention["check"]
-            times, dense = found["time_ms"], found["dense"]
-            factors = (number(found["factors"][n]) for n in ("selector", "worktable", "kernel"))
-            cells = [
-                record["name"] if mode == "forward" else "  and backward",
-                f"{number(dense['ms'])} {dense['by']}",
-                number(times["kernel"]),
-                number(times["total"]),
-                f"{number(found['promised'])}x",
-                f"{number(found['got'])}x",
-                number(found["delivered"]),
-                " x ".join(factors),
-                f"{number(errors['error'])} ({number(errors['plain_error'])})",
-            ]
-            table.add_row(*map(Text, cells))
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    return made

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from importlib import import_module
+from itertools import count
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexsparse.device.clock import Call
+
+_numbers = count()
 
 
 class UnfitError(Exception):
@@ -21,6 +27,33 @@ class Contender(NamedTuple):
     call: Call
     note: str
     no_graph: str | None = None
+
+
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` compiled under a code object of its own: torch counts specialisations per code
+    object, and past eight of them goes on uncompiled."""
+    assert isinstance(function, FunctionType)
+    own = FunctionType(
+        function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def installed(module: str, package: str) -> Any:
+    """A module of ``package``, or why it is not there."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        raise UnfitError(
+            f"{package} is not installed" if missing else f"{package} does not import: {error}"
+        ) from None
 
 
 def scattered(indices: Tensor, columns: int) -> Tensor:

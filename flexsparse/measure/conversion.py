@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from flexsparse.building import build_layout
+from flexsparse.choice import BackendName, Pack
 from flexsparse.layout import Layout
 from flexsparse.measure.problem import Problem
 from flexsparse.plan import Plan
@@ -27,6 +29,37 @@ class Conversion:
     plan: Plan | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention over a finished layout."""
+        plan, layout = self._planned
+        return plan.run(q, k, v, layout).out
+
+    def attend_anew(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention with all that stands before it at every call."""
+        plan, _ = self._planned
+        return plan.run(q, k, v, self.before()).out
+
+    def before(self) -> Layout:
+        """What stands before attention at every call: the layout of raw indices; of a fresh rule its
+        tiles; of one that stays nothing."""
+        plan, layout = self._planned
+        if not self.problem.fresh:
+            return plan.layout(self.problem.select())
+        # As much work as another's: the tiles of this one are known already.
+        self.call()
+        return layout
+
+    @property
+    def layout_of_plan(self) -> Layout:
+        """The layout that attention is timed over."""
+        return self._planned[1]
+
+    @cached_property
+    def _planned(self) -> tuple[Plan, Layout]:
+        """The plan, and a layout of its own: what a rule's conversion makes may belong to no plan."""
+        assert self.plan is not None
+        return self.plan, self.plan.layout(self.problem.select())
+
     @property
     def kept_bytes(self) -> int:
         """Lists and tables that stay while attention runs."""
@@ -41,12 +74,22 @@ class Conversion:
         return _bytes(*given, *layout.lists, *words)
 
 
-def conversion(problem: Problem, *, attention: bool, seed: int) -> Conversion:
+def conversion(
+    problem: Problem,
+    *,
+    attention: bool,
+    seed: int,
+    backend: BackendName = "auto",
+    pack: Pack | None = None,
+) -> Conversion:
     """A selection is converted by a plan, which knows the rule's tiles; a rule from nothing."""
     plan = qkv = None
     if attention or problem.indices is not None:
         qkv = problem.qkv(seed)
-        plan = make_plan(*qkv, rule=problem.rule, select=problem.select(), tile=problem.tile)
+        plan = make_plan(
+            *qkv, rule=problem.rule, select=problem.select(), tile=problem.tile, backend=backend,
+            pack=pack,
+        )  # fmt: skip
     call = _of_rule(problem) if problem.indices is None or plan is None else _of(problem, plan)
     return Conversion(problem, call, call(), plan, qkv)
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-
-from flexsparse.checking import check
 from flexsparse.device.clock import device_ms
-from flexsparse.errors import BackendError
 from flexsparse.measure.conversion import Conversion
-from flexsparse.measure.cost import first_line
+from flexsparse.measure.timed import MODES, by_kernel, fastest, sdpa
 
-QKV = tuple[Tensor, Tensor, Tensor]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-# Query rows that meet the reference before anything is timed.
-_CHECKED = 64
-_KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,85 +42,44 @@ def delivered(times: dict[str, Any], dense: Dense, logical: int, physical: int) 
     }
 
 
-def attended(made: Conversion, seed: int) -> dict[str, Any]:
-    """Attention over the conversion, checked and timed: ``forward``, and where the problem is of
-    training ``training``, forward and backward. Each has its dense times by kernel."""
-    problem, plan, qkv = made.problem, made.plan, made.qkv
-    assert plan is not None and qkv is not None
-    select = problem.select()
-    layout = plan.layout(select)
-    report = check(
-        *(x.detach() for x in qkv),
-        rule=problem.rule, select=select, tile=problem.tile, rows=_CHECKED, seed=seed,
-    )  # fmt: skip
-    out = report["out"]
-    budget = layout.budget()
+def modes(made: Conversion) -> tuple[str, ...]:
+    """What of a problem is timed."""
+    return ("forward", "training") if made.problem.training else ("forward",)
+
+
+def dense_ms(made: Conversion) -> dict[str, dict[str, float | str]]:
+    """By mode: ms of each of torch's dense kernels on the problem, or why it does not run."""
+    problem, qkv = made.problem, made.qkv
+    assert qkv is not None
+    attend = sdpa(problem.causal, problem.heads)
+    return {m: by_kernel(attend, qkv, problem.device, MODES[m]) for m in modes(made)}
+
+
+def attended(made: Conversion, dense: dict[str, dict[str, float | str]]) -> Found:
+    """Attention over the conversion, timed against ``dense``: ``forward``, and where the problem is of
+    training ``training``, forward and backward. In ``time_ms`` ``total`` is all of a call at once,
+    ``layout`` and ``kernel`` its parts by themselves."""
+    problem, qkv = made.problem, made.qkv
+    assert qkv is not None
+    budget = made.layout_of_plan.budget()
     pairs = (budget.logical_pairs, budget.physical_pairs)
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plan.run(q, k, v, layout).out
-
-    def total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plan.run(q, k, v, plan.layout(problem.select())).out
-
-    found: dict[str, Any] = {
-        "plan": str(plan),
-        "check": {
-            "ok": report.ok,
-            "error": out.error,
-            "plain_error": out.plain_error,
-            "detail": report.detail,
-        },
+    found: Found = {
         "inflation": budget.inflation,
+        "logical_pairs": pairs[0],
+        "physical_tiles": budget.physical_tiles,
+        "row_tiles": vars(budget.rows),
     }
-    for mode in ("forward", "training") if problem.training else ("forward",):
-        timed = _forward if mode == "forward" else _training
-        dense = _dense(made, qkv, timed)
-        ms = {name: time for name, time in dense.items() if isinstance(time, float)}
-        if not ms:
-            raise BackendError(f"no dense attention of torch runs here: {dense}")
-        fastest, by = min((t, name) for name, t in ms.items())
-        against = "causal" if problem.causal else "no mask"
-        best = Dense(fastest, by, problem.dense_pairs, against, None)
+    layout = device_ms(made.before, problem.device)
+    for mode, by in dense.items():
+        timed = MODES[mode]
         times = {
-            "kernel": timed(kernel, qkv, problem.device),
-            "total": timed(total, qkv, problem.device),
+            "layout": layout,
+            "kernel": timed(made.attend, qkv, problem.device),
+            "total": timed(made.attend_anew, qkv, problem.device),
         }
-        found[mode] = {"dense_ms": dense, "dense": vars(best), "time_ms": times}
+        ms, who = fastest(by)
+        against = "causal" if problem.causal else "no mask"
+        best = Dense(ms, who, problem.dense_pairs, against, None)
+        found[mode] = {"dense_ms": by, "dense": vars(best), "time_ms": times}
         found[mode] |= delivered(times, best, *pairs)
-    return found
-
-
-def _forward(attend: Attention, qkv: QKV, device: torch.device) -> float:
-    with torch.no_grad():
-        return device_ms(lambda: attend(*qkv), device)
-
-
-def _training(attend: Attention, qkv: QKV, device: torch.device) -> float:
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    flow = torch.ones_like(qkv[0])
-    return device_ms(
-        lambda: torch.autograd.grad(attend(leaves[0], leaves[1], leaves[2]), leaves, flow), device
-    )
-
-
-def _dense(
-    made: Conversion, qkv: QKV, timed: Callable[[Attention, QKV, torch.device], float]
-) -> dict[str, float | str]:
-    """ms of each of torch's dense kernels, or why it does not run."""
-    problem = made.problem
-    grouped = problem.heads[0] != problem.heads[1]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=grouped)
-
-    if problem.device.type != "cuda":
-        return {"torch SDPA": timed(attend, qkv, problem.device)}
-    found: dict[str, float | str] = {}
-    for name, kernel in _KERNELS.items():
-        try:
-            with sdpa_kernel(kernel):
-                found[name] = timed(attend, qkv, problem.device)
-        except RuntimeError as error:
-            found[name] = first_line(error)
     return found

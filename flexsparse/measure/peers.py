@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexsparse.measure.contender import Contender, UnfitError, scattered
+from flexsparse.measure.contender import Contender, UnfitError, installed, scattered
 from flexsparse.measure.conversion import Conversion
+from flexsparse.shapes import ceil_div
 
 # Rows of blocks that FlashInfer's wrapper has room for.
 _FLASHINFER_ROWS = 32768
-_FLASHINFER_WORKSPACE = 128 * 2**20
+FLASHINFER_WORKSPACE = 128 * 2**20
 
 
 def attn_gym_vsa(made: Conversion) -> Contender:
     """attention-gym's BlockMask of a top-k over square tiles."""
-    vsa = _installed("attn_gym.masks.vsa", "attn_gym")
-    problem, layout = made.problem, made.layout
-    if problem.indices is None:
-        raise UnfitError("it takes indices of tiles, not a rule")
-    tile = layout.block_size
-    if (
-        not problem.q_block == problem.kv_block == tile[0] == tile[1]
-        or problem.grid.q_len % tile[0]
-    ):
-        raise UnfitError("it takes whole square tiles that are the candidates")
-    # It knows no -1: repeats of the last tile cost the same.
-    indices = problem.indices
-    filled = torch.where(indices < 0, indices.amax(-1, keepdim=True), indices)
-    folded = layout.address.lists(filled, problem.grid.batch).contiguous()
-    columns = layout.span.tiles[1]
+    vsa = installed("attn_gym.masks.vsa", "attn_gym")
+    given = vsa_indices(made)
     return Contender(
-        lambda: vsa.create_vsa_block_mask(folded, tile[0], columns),
+        lambda: vsa.create_vsa_block_mask(*given),
         "from indices without -1; rule and repeats left out, lists by column always made",
     )
 
 
+def vsa_indices(made: Conversion) -> tuple[Tensor, int, int]:
+    """Indices as attention-gym takes them, KV heads folded; the tile, and how many there are."""
+    problem = made.problem
+    if problem.indices is None:
+        raise UnfitError("it takes indices of tiles, not a rule")
+    tile = problem.q_block
+    if tile != problem.kv_block or tile < 16 or problem.grid.q_len % tile:
+        raise UnfitError("it takes whole square tiles that are the candidates")
+    # It knows no -1: repeats of the last tile cost the same.
+    indices = problem.indices
+    filled = torch.where(indices < 0, indices.amax(-1, keepdim=True), indices)
+    folded = filled.expand(problem.grid.batch, problem.heads[1], -1, -1).flatten(0, 1)[:, None]
+    return folded.contiguous(), tile, ceil_div(problem.grid.kv_len, tile)
+
+
 def flashinfer_plan(made: Conversion) -> Contender:
     """FlashInfer's plan of a map of blocks, the map scattered from the indices."""
+    _, plan = flashinfer_blocks(made)
+    return Contender(
+        plan, "from indices: scatter and plan; rule left out", "it reads the device on the host"
+    )
+
+
+def flashinfer_blocks(made: Conversion) -> tuple[Any, Callable[[], None]]:
+    """FlashInfer's wrapper of variable blocks, and its plan from the problem's indices."""
     problem = made.problem
-    flashinfer = _installed("flashinfer", "flashinfer")
+    flashinfer = installed("flashinfer", "flashinfer")
     if problem.device.type != "cuda":
         raise UnfitError("it needs a CUDA device")
     if problem.indices is None:
@@ -64,7 +75,7 @@ def flashinfer_plan(made: Conversion) -> Contender:
 
     row_sizes = sizes(grid.q_len, problem.q_block, rows)
     column_sizes = sizes(grid.kv_len, problem.kv_block, columns)
-    workspace = torch.empty(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=problem.device)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=problem.device)
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace)
     indices = problem.indices
 
@@ -76,16 +87,4 @@ def flashinfer_plan(made: Conversion) -> Contender:
             q_data_type=problem.dtype,
         )  # fmt: skip
 
-    return Contender(
-        plan, "from indices: scatter and plan; rule left out", "it reads the device on the host"
-    )
-
-
-def _installed(module: str, package: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        raise UnfitError(
-            f"{package} is not installed" if missing else f"{package} does not import: {error}"
-        ) from None
+    return wrapper, plan

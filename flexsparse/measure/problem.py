@@ -10,7 +10,6 @@ from torch import Tensor
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskRule
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +17,10 @@ class Problem:
     """``indices [B, H, R, K]`` as a selector leaves them, or None where a rule alone decides.
 
     ``tile`` is the side of the layout's tiles, by default the plan's choice; ``causal`` says which
-    dense attention it is held against.
+    dense attention it is held against. ``scores`` are what the indices are the best of. A ``fresh``
+    rule changes from call to call, and its tiles are found each time. Where the work is uneven,
+    ``even`` is as much of it spread evenly, ``padded`` every row as long as the longest, ``lengths``
+    those of the requests that lie end to end.
     """
 
     grid: Grid
@@ -33,13 +35,24 @@ class Problem:
     tile: int | None = None
     training: bool = False
     causal: bool = True
+    scores: Tensor | None = None
+    fresh: bool = False
+    even: Problem | None = None
+    padded: Problem | None = None
+    lengths: tuple[int, ...] | None = None
 
     def select(self) -> Selection | None:
         """The Selection of the raw indices; on the device alone."""
-        if self.indices is None:
-            return None
+        return None if self.indices is None else self._selection(self.indices)
+
+    def select_anew(self) -> Selection:
+        """The same from the scores: the best of each row first."""
+        assert self.scores is not None and self.indices is not None
+        return self._selection(self.scores.topk(self.indices.shape[-1], dim=-1).indices)
+
+    def _selection(self, indices: Tensor) -> Selection:
         return Selection.from_indices(
-            self.indices,
+            indices,
             kv_len=self.grid.kv_len,
             q_len=self.grid.q_len,
             kv_block=self.kv_block,
@@ -69,31 +82,3 @@ class Problem:
         if self.causal:
             return rows * grid.q_len * (grid.q_len + 1) // 2
         return rows * grid.q_len * grid.kv_len
-
-
-def past_blocks(
-    length: int, lists: int, q_block: int, kv_block: int, keep: int, draw: torch.Generator
-) -> Tensor:
-    """int64 ``[1, lists, R, keep]``: the row's own last block and random earlier ones, then -1."""
-    rows, columns = ceil_div(length, q_block), ceil_div(length, kv_block)
-    keep = min(keep, columns)
-    rank = torch.rand(1, lists, rows, columns, device=draw.device, generator=draw)
-    row = torch.arange(rows, device=draw.device)
-    own = (((row + 1) * q_block).clamp(max=length) - 1) // kv_block
-    rank.masked_fill_(torch.arange(columns, device=draw.device) > own[:, None], -1)
-    rank[..., row, own] = 2
-    best, index = rank.topk(keep, dim=-1)
-    return torch.where(best >= 0, index, -1)
-
-
-def random_pages(batch: int, lists: int, pages: int, keep: int, draw: torch.Generator) -> Tensor:
-    """int64 ``[batch, lists, 1, keep]``: different pages for each list."""
-    rank = torch.rand(batch, lists, 1, pages, device=draw.device, generator=draw)
-    return rank.topk(min(keep, pages), dim=-1).indices
-
-
-def past_tokens(length: int, keep: int, draw: torch.Generator) -> Tensor:
-    """int64 ``[1, 1, length, keep]``: evenly from the past of each query, repeats among them."""
-    row = torch.arange(1, length + 1, device=draw.device)[:, None]
-    shape = (1, 1, length, min(keep, length))
-    return (torch.rand(shape, device=draw.device, generator=draw) * row).long()

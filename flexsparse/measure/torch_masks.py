@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span
+from flexsparse.device.clock import free_bytes
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.rows import EMPTY, FULL
 from flexsparse.layout import widened
-from flexsparse.measure.contender import Contender, UnfitError, scattered
+from flexsparse.measure.contender import Contender, UnfitError, compiled_alone, scattered
 from flexsparse.measure.conversion import Conversion
 from flexsparse.shapes import ceil_div
 
@@ -70,22 +69,13 @@ def compiled_create_block_mask(made: Conversion) -> Contender:
     layout = made.layout
     b, h = layout.kv_num_blocks.shape[:2]
     q_len, kv_len = layout.span[:2]
-    needed, free = b * h * q_len * kv_len, _free_bytes(made.problem.device)
+    needed, free = b * h * q_len * kv_len, free_bytes(made.problem.device)
     if needed > free:
         raise UnfitError(
             f"a byte for each of its pairs is {needed / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
         )
     mask = layout.mask_mod
-    body: Any = create_block_mask
-    # torch counts specialisations per code object, and past eight of them goes on uncompiled.
-    own = FunctionType(
-        body.__code__.replace(co_name=f"create_block_mask_{id(made)}"),
-        body.__globals__,
-        body.__name__,
-        body.__defaults__,
-        body.__closure__,
-    )
-    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+    compiled = compiled_alone(create_block_mask)
     sizes = (b, h, q_len, kv_len, str(made.problem.device), layout.block_size)
     given = ", membership given as bits" if layout.select is not None else ""
     return Contender(lambda: compiled(mask, *sizes), f"every pair evaluated{given}")
@@ -123,11 +113,3 @@ def _arguments(made: Conversion) -> dict[str, Any]:
         "seq_lengths": layout.span[:2],
         "compute_q_blocks": layout.columns is not None,
     }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        # What the allocator keeps for later is free too.
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -32,14 +32,15 @@ def bench(
 
     made = load(config, overrides or ())
     folder = out or Path("results") / made.config.name
-    done = count(1)
+    done, usual = count(1), made.config.backend
+    count_of = sum(len(row.backends(usual)) for row in made.config.rows)
 
     def told(record: dict[str, Any]) -> None:
-        of = f"{next(done)}/{len(made.config.rows)}"
-        typer.echo(f"{of} {record['name']}: {record['status']}", err=True)
+        by = "" if record["asked"] == "auto" else f" by {record['asked']}"
+        typer.echo(f"{next(done)}/{count_of} {record['name']}{by}: {record['status']}", err=True)
 
     records = running.run(made, folder, told)
     # Where nobody says how wide the page is, as in a log, the tables decide.
-    print_tables(records, Console() if sys.stdout.isatty() else Console(width=140))
+    print_tables(records, Console() if sys.stdout.isatty() else Console(width=160))
     typer.echo(f"{folder / 'rows.jsonl'}")
-    return 0 if all(record["status"] == "ok" for record in records) else 1
+    return 0 if all(record["status"] in ("ok", "refused") for record in records) else 1
