@@ -22,13 +22,13 @@ _REACHED = {
     "tiles": (0.05, 0.05),
     "dense": (0.755, 0.72),
 }
-# By the height of a tile, what of the speed of one of 128 rows is left: blocks of 64 keys which 64
-# neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
-_BY_ROWS = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
-# How much longer tiles take, forward and backward, in which pairs are asked for their membership: the same
-# tiles of single keys, S=16384; of blocks of 64 keys, which neighbours share, two to a tile (54 ms).
-_ASKED_TOKENS = (1.64, 1.8)
-_ASKED_BLOCKS = (1.3, 3.0)
+# By the height of a tile, what of the speed of one of 128 rows is left: blocks of 64 keys which 8
+# neighbours share, so that every height visits the same pairs (2.20, 3.76 and 6.38 ms; 4.35 without a mask).
+_BY_ROWS = {128: 1.0, 64: 0.585, 32: 0.345, 16: 0.303}
+# How much longer tiles take whose kernel can ask for membership, where none of them asks and where all do:
+# forward and backward, of single keys (S=16384, 2040 tiles) and of blocks of 64 keys.
+_TOKENS = ((1.2, 1.36), (1.4, 1.75))
+_BLOCKS = ((1.67, 2.13), (1.4, 1.5))
 # Gathered keys: parts of the matmul ceiling, forward and with backward, and times the copy ceiling, as
 # most of them come from cache: 1024 keys a query, S=16384, 4, 64 and 128 query heads a KV head.
 _GATHERED = (0.24, 0.17)
@@ -45,13 +45,13 @@ _LAUNCH = 5e-6
 
 class Tiles(NamedTuple):
     """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them; how many
-    of them ask their pairs for membership, and of how many keys a candidate is. One program visits
-    up to ``row`` of them forward and ``column`` backward."""
+    of them ask their pairs for membership, None if none can, and of how many keys a candidate is. One
+    program visits up to ``row`` of them forward and ``column`` backward."""
 
     number: float
     rows: int
     keys: int
-    asked: float = 0.0
+    asked: float | None = None
     block: int = 1
     row: float = 0.0
     column: float = 0.0
@@ -62,9 +62,11 @@ def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bo
     forward, backward = _REACHED[backend]
     # A kernel computes a tile in pieces whose heights are powers of two.
     share = _BY_ROWS[math.gcd(tiles.rows, 128)] if tiles.rows % 16 == 0 else _BY_ROWS[16]
-    most = _ASKED_TOKENS if tiles.block < _BLOCK else _ASKED_BLOCKS
-    asked = tiles.asked / tiles.number if tiles.number else 0.0
-    slower = [1 + asked * (times - 1) for times in most]
+    slower = [1.0, 1.0]
+    if tiles.asked is not None:
+        part = tiles.asked / tiles.number if tiles.number else 0.0
+        times = _TOKENS if tiles.block < _BLOCK else _BLOCKS
+        slower = [least + part * (most - least) for least, most in times]
     area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * share
     # The longest walk of one program takes as long as it takes, however many others there are.
     walked = max(tiles.number, tiles.row * box.processors)

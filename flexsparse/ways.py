@@ -105,7 +105,9 @@ def _selected(
         # A tile of single heads is visited by each of a group.
         each = 1 if way == "pack" else group
         whole = select.q_block % queries == 0 and select.kv_block % keys == 0
-        asked = 0.0 if whole else (at.tiles - at.agreed) * each
+        # Of keys around a candidate none is one, whoever agrees on it.
+        differ = at.tiles if keys > select.kv_block else at.tiles - at.agreed
+        asked = None if whole else differ * each
         tiles = Tiles(at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each)
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize

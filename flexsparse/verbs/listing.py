@@ -29,7 +29,9 @@ def list_() -> int:
     typer.echo("Your own: ./file.py:Name or my_lab.rules:Name, in quotes before arguments:")
     typer.echo('  {"./file.py:Name": {argument: value}}')
     typer.echo("Backends")
-    for backend in _backends():
+    from flexsparse.choice import BACKENDS
+
+    for backend in BACKENDS.values():
         typer.echo(f"  {backend.name:16} {_runs(backend)}")
     return 0
 
@@ -60,17 +62,6 @@ def _in_words(hint: Any) -> str:
     words = {"Tensor": "list", "NoneType": "null", "str": "text", "MaskRule": "rule"}
     name = getattr(hint, "__name__", str(hint))
     return words.get(name, name)
-
-
-def _backends() -> list[Backend]:
-    from importlib import import_module
-    from typing import get_args
-
-    from flexsparse.choice import BackendName
-
-    names = [name for name in get_args(BackendName) if name != "auto"]
-    backends: list[Any] = [import_module(f"flexsparse.backends.{name}") for name in names]
-    return backends
 
 
 def _runs(backend: Backend) -> str:
