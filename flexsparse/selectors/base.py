@@ -48,6 +48,13 @@ class Selector:
             "own select"
         )
 
+    def forced(self, grid: Grid, device: torch.device) -> Tensor | None:
+        """bool ``[B or 1, 1, R, C]``: blocks that a row keeps before all others, as far as the rule lets it.
+
+        They are part of ``keep``. None, as here, forces nothing.
+        """
+        return None
+
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
@@ -83,6 +90,8 @@ class Selector:
     def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
         """The ``keep`` highest scores within reach, as a Selection."""
         score = score.nan_to_num(nan=-torch.inf, posinf=torch.finfo(score.dtype).max)
+        if (forced := self.forced(grid, score.device)) is not None:
+            score = score.masked_fill(forced, torch.inf)
         score = score.masked_fill(~reachable, -torch.inf)
         # torch.topk breaks ties as it likes; a stable sort keeps the lower index first.
         value, index = score.sort(dim=-1, descending=True, stable=True)
@@ -96,6 +105,26 @@ class Selector:
             q_block=self.q_block,
             out_of_range="drop",
         )
+
+
+def own_blocks(
+    grid: Grid, q_block: int, block: int, device: torch.device, *, first: int = 0, last: int = 1
+) -> Tensor:
+    """bool ``[B or 1, 1, R, C]``: the ``first`` blocks, and the ``last`` ones up to a row's own.
+
+    The own block of a row is the one of its last query's position.
+
+    >>> own_blocks(Grid(4, 4), 1, 1, torch.device("cpu"), first=1, last=2).int()[0, 0]
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 0, 1, 1]], dtype=torch.int32)
+    """
+    rows, blocks = grid.shape(q_block, block)
+    end = ((torch.arange(rows, device=device) + 1) * q_block).clamp(max=grid.q_len) - 1
+    own = torch.div(grid.positions(device)[:, end], block, rounding_mode="floor")[:, None, :, None]
+    column = torch.arange(blocks, device=device)
+    return (column < first) | ((column <= own) & (column > own - last))
 
 
 def pooled(x: Tensor, block: int, fill: float) -> Tensor:
