@@ -74,14 +74,13 @@ def _is_power(n: int) -> bool:
 def _decoding(work: Work, speech: Speech) -> bool:
     """Whether this work goes to torch's decoding kernel: its heads share a list, its tile fits."""
     q, k, layout = work.q, work.k, work.layout
+    if speech is not PLAIN or not q.is_cuda or work.grads or q.shape[2] >= DECODE_ROWS:
+        return False
     group = q.shape[1] // k.shape[1]
     q_tile, kv_tile = layout.block_size
     rows = _decode_rows(q.shape[2], group)
     return (
-        speech is PLAIN
-        and q.is_cuda
-        and not work.grads
-        and q.shape[2] < DECODE_ROWS
+        work.score is None
         and rows <= DECODE_ROWS
         and q_tile % rows == 0
         and _is_power(group)
