@@ -284,13 +284,15 @@ def test_a_wrong_row_says_which_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert row["status"] == "wrong" and row["error"] == "first difference: kernel; out is off"
 
 
-def test_a_second_run_replaces_the_first(tmp_path: Path) -> None:
+def test_a_second_run_puts_the_rows_of_the_first_aside(tmp_path: Path) -> None:
     for size in (8, 4):
         made = written(tmp_path, SMALL, f"rows.1.rule.sliding_window.size={size}", "check=16")
         run(made, tmp_path / "out")
     assert lines(tmp_path / "out")[1]["rule"] == "SlidingWindow(size=4)"
     assert len(lines(tmp_path / "out")) == 3
     assert lines(tmp_path / "out")[1]["check"]["rows"] == 16
+    (earlier,) = (tmp_path / "out").glob("rows-*.jsonl")
+    assert "SlidingWindow(size=8)" in earlier.read_text()
 
 
 def test_other_baselines_and_offsets(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def run(
     """Runs all rows and leaves config.yaml, environment.json, rows.jsonl and report.html in ``out``.
 
     With ``resume``, rows that stand there are kept, failed ones too, if configuration, files and
-    environment are still the same; else what stood there is replaced. ``told`` hears of each row as
+    environment are still the same; else the rows that stood there are put aside. ``told`` hears of each row as
     it is finished.
     """
     config, text = experiment.config, experiment.as_yaml()
@@ -114,12 +114,17 @@ def _inputs(experiment: Experiment) -> QKV:
 
 
 def open_folder(out: Path, texts: dict[str, str]) -> None:
-    """Makes the folder, with what is known before any row."""
+    """Makes the folder, with what is known before any row.
+
+    Rows of an earlier run, which belong to another configuration, are kept as ``rows-DATE-TIME.jsonl``.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        # Rows and report of an earlier run must not stand beside the configuration of this one.
-        for name in ("report.html", "rows.jsonl"):
-            (out / name).unlink(missing_ok=True)
+        rows = out / "rows.jsonl"
+        if rows.is_file() and rows.stat().st_size:
+            written = time.localtime(rows.stat().st_mtime)
+            rows.replace(out / time.strftime("rows-%Y%m%d-%H%M%S.jsonl", written))
+        (out / "report.html").unlink(missing_ok=True)
         for name, text in texts.items():
             write_whole(out / name, text)
         (out / "rows.jsonl").touch()
