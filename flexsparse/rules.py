@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -44,6 +45,16 @@ def judging(cls: Any, trace: Callable[[Any], object]) -> Any:
     return judged
 
 
+def refuse_undecorated(cls: type, given: bool) -> None:
+    """Tells who gave values to a class of fields that nobody made a dataclass."""
+    fields = inspect.get_annotations(cls)
+    if given and fields and "__dataclass_fields__" not in cls.__dict__:
+        raise RuleError(
+            f"{cls.__name__} has fields ({', '.join(fields)}) but is no dataclass: write "
+            "@dataclass(frozen=True, eq=False) above the class"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class MaskRule(Shown):
     """A mask_mod with parameters: write a frozen dataclass with ``__call__(b, h, q_idx, kv_idx)``.
@@ -61,6 +72,10 @@ class MaskRule(Shown):
     ..##
     ..##
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        refuse_undecorated(cls, bool(values or named))
+        return super().__new__(cls)
 
     def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

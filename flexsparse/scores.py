@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, RuleError
 from flexsparse.parameters import describe, holdings, lift, moved
-from flexsparse.rules import MaskRule, judging, traced_once
+from flexsparse.rules import MaskRule, judging, refuse_undecorated, traced_once
 from flexsparse.shown import Shown
 from flexsparse.tracing import SCORE_ARGUMENTS, Traced
 
@@ -30,6 +30,10 @@ class ScoreRule(Shown):
     >>> (halve >> add)(*(torch.tensor(4.0) for _ in range(5))).item()
     3.0
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        refuse_undecorated(cls, bool(values or named))
+        return super().__new__(cls)
 
     def __init_subclass__(cls, *, judged: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

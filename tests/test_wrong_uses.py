@@ -1064,3 +1064,21 @@ def test_what_was_refused_once_is_refused_again() -> None:
     for _ in range(3):
         refused(lambda: attend(rule=branches), RuleError, "branches in Python")
         refused(lambda: attend(scale=math.nan), ArgumentError, "scale")
+
+
+def test_a_class_that_nobody_made_a_dataclass_is_told() -> None:
+    class Every(fs.MaskRule):
+        n: int
+
+        def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return kv_idx % self.n == 0
+
+    class Times(fs.ScoreRule):
+        factor: float
+
+    with pytest.raises(fs.FlexSparseError, match=r"Every has fields \(n\) but is no dataclass"):
+        Every(4)
+    with pytest.raises(
+        fs.FlexSparseError, match=r"Times has fields \(factor\) but is no dataclass"
+    ):
+        Times(factor=2.0)
