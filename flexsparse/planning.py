@@ -129,9 +129,18 @@ def make_plan(
     weighed: list[Way] = []
     if backend in ("auto", "measured") and weighs(call):
         asked = None if tile is None else tile_size(tile)
-        weighed = ways(
-            (q, k, v), call, selection, grid, unpacked(q, k, v, selection), pack=pack, tile=asked
-        )
+        try:
+            weighed = ways(
+                (q, k, v),
+                call,
+                selection,
+                grid,
+                unpacked(q, k, v, selection),
+                pack=pack,
+                tile=asked,
+            )
+        except torch.OutOfMemoryError:
+            reasons.append("not weighed: no memory is left to measure what this device can do")
     if backend == "measured" and len(weighed) > 1:
         tried = [
             make_plan(

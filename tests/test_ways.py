@@ -194,3 +194,16 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
     q = k = v = torch.zeros(1, 1, 4, 16)
     with pytest.raises(BackendError, match="times kernels on CUDA"):
         fs.attention(q, k, v, backend="measured")
+
+
+def test_a_full_device_is_not_weighed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsparse import planning
+
+    def full(*args: Any, **kwargs: Any) -> list[Way]:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(planning, "weighs", lambda call: True)
+    monkeypatch.setattr(planning, "ways", full)
+    q = k = v = torch.zeros(1, 1, 4, 16)
+    plan = fs.make_plan(q, k, v, rule=Causal())
+    assert plan.backend == "tiles" and "no memory is left" in plan.reasons[0]
