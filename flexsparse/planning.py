@@ -99,12 +99,7 @@ def make_plan(
     selector = select if isinstance(select, Selector) else None
     selection = selector.select(q, k, grid, ruled) if selector is not None else select
     if selection is not None:
-        selection = check_selection(selection, grid, heads)
-        if selection.indices.device != q.device:
-            raise ShapeError(
-                f"select is on {selection.indices.device} but q on {q.device}: move it with "
-                "select.to(device)"
-            )
+        selection = _judged(selection, grid, heads, q.device)
     reach = check_fallback(fallback)
     checked_scale = check_scale(scale, q.shape[3])
     sink = check_sink(sink, heads[0], q.device)
@@ -126,21 +121,9 @@ def make_plan(
         program,
         score_code,
     )
-    weighed: list[Way] = []
+    weighed = []
     if backend in ("auto", "measured") and weighs(call):
-        asked = None if tile is None else tile_size(tile)
-        try:
-            weighed = ways(
-                (q, k, v),
-                call,
-                selection,
-                grid,
-                unpacked(q, k, v, selection),
-                pack=pack,
-                tile=asked,
-            )
-        except torch.OutOfMemoryError:
-            reasons.append("not weighed: no memory is left to measure what this device can do")
+        weighed = _weighed((q, k, v), call, selection, grid, pack, tile, reasons)
     if backend == "measured" and len(weighed) > 1:
         tried = [
             make_plan(
@@ -191,3 +174,32 @@ def make_plan(
     )
     object.__setattr__(plan, "first", plan.measured(plan.layout(selection)))
     return plan
+
+
+def _judged(
+    select: Selection, grid: Grid, heads: tuple[int, int], device: torch.device
+) -> Selection:
+    select = check_selection(select, grid, heads)
+    if select.indices.device != device:
+        raise ShapeError(
+            f"select is on {select.indices.device} but q on {device}: move it with select.to(device)"
+        )
+    return select
+
+
+def _weighed(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    select: Selection | None,
+    grid: Grid,
+    pack: Pack | None,
+    tile: int | tuple[int, int] | None,
+    why: list[str],
+) -> list[Way]:
+    """The ways to run the call, where there is memory to measure what the device can do."""
+    asked = None if tile is None else tile_size(tile)
+    try:
+        return ways(qkv, call, select, grid, unpacked(*qkv, select), pack=pack, tile=asked)
+    except torch.OutOfMemoryError:
+        why.append("not weighed: no memory is left to measure what this device can do")
+        return []
