@@ -177,14 +177,14 @@ def make_plan(
 
 
 def _judged(
-    select: Selection, grid: Grid, heads: tuple[int, int], device: torch.device
+    select: object, grid: Grid, heads: tuple[int, int], device: torch.device
 ) -> Selection:
-    select = check_selection(select, grid, heads)
-    if select.indices.device != device:
+    found = check_selection(select, grid, heads)
+    if found.indices.device != device:
         raise ShapeError(
-            f"select is on {select.indices.device} but q on {device}: move it with select.to(device)"
+            f"select is on {found.indices.device} but q on {device}: move it with select.to(device)"
         )
-    return select
+    return found
 
 
 def _weighed(
