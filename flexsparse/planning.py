@@ -176,9 +176,7 @@ def make_plan(
     return plan
 
 
-def _judged(
-    select: object, grid: Grid, heads: tuple[int, int], device: torch.device
-) -> Selection:
+def _judged(select: object, grid: Grid, heads: tuple[int, int], device: torch.device) -> Selection:
     found = check_selection(select, grid, heads)
     if found.indices.device != device:
         raise ShapeError(

@@ -284,6 +284,12 @@ def test_a_wrong_row_says_which_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert row["status"] == "wrong" and row["error"] == "first difference: kernel; out is off"
 
 
+def test_heads_are_laid_as_the_row_says(tmp_path: Path) -> None:
+    made = written(tmp_path, SMALL, "rows.0.pack=pack", "check=8")
+    first, *_ = run(made, tmp_path / "out")
+    assert first["status"] == "ok" and "query heads beside each query" in first["plan"]
+
+
 def test_a_second_run_puts_the_rows_of_the_first_aside(tmp_path: Path) -> None:
     for size in (8, 4):
         made = written(tmp_path, SMALL, f"rows.1.rule.sliding_window.size={size}", "check=16")

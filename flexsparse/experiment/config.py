@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from flexsparse.arguments import Fallback, check_fallback, tile_size
-from flexsparse.choice import BackendName
+from flexsparse.choice import BackendName, Pack
 from flexsparse.errors import FlexSparseError
 from flexsparse.experiment.source import shown
 
@@ -142,6 +142,7 @@ class Row(Strict):
     select: Any = None
     score: Any = None
     backend: BackendName = "auto"
+    pack: Pack | None = None
     tile: Annotated[Any, AfterValidator(_tile)] = None
     q_offset: int | None = None
     fallback: Annotated[Any, AfterValidator(_fallback)] = None

@@ -70,7 +70,11 @@ def _measured(
         "q_offset": row.q_offset,
         "fallback": fallback,
     }
-    forced: dict[str, Any] = {"backend": row.backend, "tile": as_tile(row.tile)}
+    forced: dict[str, Any] = {
+        "backend": row.backend,
+        "pack": row.pack,
+        "tile": as_tile(row.tile),
+    }
     before, first = int(compiles), Stages(q.device)
     with first.stage("first"):
         plan = make_plan(q, k, v, select=select, **call, **forced)
