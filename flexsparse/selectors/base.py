@@ -157,7 +157,9 @@ class Selector:
         score = score.double().masked_fill(rank == -torch.inf, -torch.inf)
         if self.scores_are_mass:
             return score.clamp(min=0)
-        return (score - score.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)).exp()
+        return (
+            score - score.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
+        ).exp()
 
 
 def _weighs(budgets: tuple[Budget, ...]) -> bool:

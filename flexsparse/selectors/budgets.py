@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError
-from flexsparse.errors import SelectionError
+from flexsparse.errors import ArgumentError, SelectionError
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,9 @@ def _counted(budget: Budget, mass: Tensor, forced: Tensor | None, within: Tensor
     if isinstance(budget, Mass):
         count = budget.counts(mass)
         if forced is not None:
-            count = count.maximum(forced.sum(-1)).clamp(max=budget.most)
+            count = count.maximum(forced.sum(-1))
+        if budget.most is not None:
+            count = count.clamp(max=budget.most)
     elif isinstance(budget, float):
         count = (within.double() * budget).ceil().long()
     else:

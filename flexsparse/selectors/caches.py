@@ -139,4 +139,6 @@ class PageCache(Cache):
             (held[:, :, :pages] / filled).float() if pool == "mean" else held[:, :, :pages]
             for pool, held in self.pools.items()
         ]
-        return self.selector.chosen(q, summaries[0].shape[1], self.selector.rate(q, *summaries), grid, rule)
+        return self.selector.chosen(
+            q, summaries[0].shape[1], self.selector.rate(q, *summaries), grid, rule
+        )

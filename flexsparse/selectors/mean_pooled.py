@@ -26,4 +26,4 @@ class MeanPooled(Pooled):
     pools: ClassVar[tuple[Pool, ...]] = ("mean",)
 
     def bound(self, q: Tensor, *summaries: Tensor) -> Tensor:
-        return q @ summaries[0].mT * q.shape[-1] ** -0.5
+        return q @ summaries[0].mT * float(q.shape[-1] ** -0.5)

@@ -6,7 +6,7 @@ Pruning", 2025, 4.1, https://arxiv.org/abs/2502.02770, over blocks and rows of q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexsparse.selectors.budgets import Keep, Mass
 from flexsparse.selectors.oracle import OracleTopK
@@ -16,4 +16,4 @@ from flexsparse.selectors.oracle import OracleTopK
 class OracleTopP(OracleTopK):
     """`OracleTopK` with a share of the mass for a budget instead of a count."""
 
-    keep: Keep = Mass(0.9)
+    keep: Keep = field(default=Mass(0.9))

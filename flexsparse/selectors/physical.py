@@ -97,4 +97,5 @@ def _most(x: Tensor, size: int, axis: int) -> Tensor:
     x = torch.nn.functional.pad(
         x, (0, missing) if axis == -1 else (0, 0, 0, missing), value=-torch.inf
     )
-    return x.unflatten(axis, (-1, size)).amax(axis)
+    highest: Tensor = x.unflatten(axis, (-1, size)).amax(axis)
+    return highest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from flexsparse.grid import Grid
 from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list, pooled
-from flexsparse.selectors.caches import Pool, PageCache
+from flexsparse.selectors.caches import PageCache, Pool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pooled(Selector):
+class Pooled(Selector, ABC):
     """Write ``pools``, which summaries are wanted, and ``bound(q, *summaries) -> [B, Hq, Q, C]``.
 
     A row takes the highest of its queries, a list that of the heads that share it. Decoding keeps
@@ -28,9 +29,12 @@ class Pooled(Selector):
         super().__post_init__()
         check_sharing(type(self).__name__, self.heads)
 
+    @abstractmethod
     def bound(self, q: Tensor, *summaries: Tensor) -> Tensor:
-        """``q [B, Hq, Q, D]`` and each summary ``[B, Hq, C, D]``, both float32."""
-        raise NotImplementedError
+        """How much each block is worth to each query, ``[B, Hq, Q, C]``.
+
+        ``q [B, Hq, Q, D]`` and each summary ``[B, Hq, C, D]`` are float32.
+        """
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return self.rate(q, *(summary(k, self.block, pool) for pool in self.pools))

@@ -29,4 +29,5 @@ class Quest(Pooled):
     def bound(self, q: Tensor, *summaries: Tensor) -> Tensor:
         low, high = summaries
         # Each channel contributes the larger of q * low and q * high.
-        return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT) * q.shape[-1] ** -0.5
+        bound: Tensor = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT
+        return bound * float(q.shape[-1] ** -0.5)
