@@ -28,6 +28,7 @@ from flexsparse.selectors.physical import Tiles
 class H2O(Selector):
     """Each query reads its ``recent`` latest keys, its own among them, and the ``heavy`` heaviest others.
 
+    Where fewer of the latest are within reach, heavier ones take their places.
     A key weighs what the queries before have given it, each by a softmax over what it read itself.
     A key that one query leaves out never comes back. Lists are of single keys for single queries;
     those that share a list (``heads``) add up their attention. ``scale`` is the attention's, by default
