@@ -172,8 +172,8 @@ def test_a_budget_of_tiles(length: int, contiguity: float, kind: str) -> None:
     given = scores(kind, (2, 2, rows, blocks))
     every = rowwise(given, grid, (4, 4))
     for most, kv_tile, keep in ((1, 4, 2), (2, 16, 3), (3, 8, 0.4), (100, 8, 3)):
-        tiles = Tiles(q_tile=16, kv_tile=kv_tile, most=most, contiguity=contiguity)
-        selector = Given(given=given, keep=keep, block=4, q_block=4, physical=tiles)
+        tiles = Tiles(q_tile=16, kv_tile=kv_tile, most=most, each=keep, contiguity=contiguity)
+        selector = Given(given=given, keep=tiles, block=4, q_block=4)
         chosen = sets(selector.select(q, k, grid, Causal()))
         for b in range(2):
             for h in range(2):
@@ -191,8 +191,8 @@ def test_what_a_budget_of_tiles_costs() -> None:
     wanted = free.select(q, k, grid, Causal())
     held, touched = [], []
     for most in (2, 4, 16):
-        tiles = Tiles(q_tile=32, kv_tile=16, most=most)
-        tight = OracleTopK(block=4, q_block=4, keep=8, physical=tiles)
+        tiles = Tiles(q_tile=32, kv_tile=16, most=most, each=8)
+        tight = OracleTopK(block=4, q_block=4, keep=tiles)
         chosen = tight.select(q, k, grid, Causal())
         held.append(float(recall(chosen, wanted).mean()))
         layout = fs.build_layout(
@@ -223,8 +223,8 @@ def test_recall_counts_what_is_wanted() -> None:
         (lambda: Mass(0.9, least=4, most=2), "at least its least 4, got 2"),
         (lambda: Tiles(64, 64, 0), "Tiles most must be an int of at least 1, got 0"),
         (lambda: Tiles(64, 64, 1, contiguity=-1.0), "Tiles contiguity"),
-        (lambda: Quest(physical=Tiles(96, 64, 1)), "physical.q_tile must be a multiple of q_block"),
-        (lambda: Quest(physical=4), "Quest physical must be a Tiles, got 4"),
+        (lambda: Quest(keep=Tiles(96, 64, 1)), "keep.q_tile must be a multiple of q_block"),
+        (lambda: Tiles(64, 64, 1, each=0), "Tiles keep must be an int of at least 1.*got 0"),
         (
             lambda: Quest(keep=(1, 2, 3)).select(*inputs((4, 2), 8, 8), fs.Grid(8, 8, batch=2)),
             "3 budgets, one a head, but selects for 2 heads",
@@ -249,6 +249,7 @@ def test_budgets_in_a_configuration() -> None:
     assert built(keep={"share": 0.9, "most": 8}).keep == Mass(0.9, most=8)
     assert built(keep=[4, 8]).keep == (4, 8)
     tiles = {"q_tile": 128, "kv_tile": 64, "most": 9}
-    assert built(physical=tiles).physical == Tiles(**tiles)
+    assert built(keep=tiles).keep == Tiles(**tiles)
+    assert built(keep=tiles | {"each": {"share": 0.5}}).keep.each == Mass(0.5)
     assert not source.problems
     assert built(keep={"share": 2}) is None and source.problems

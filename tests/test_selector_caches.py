@@ -31,7 +31,7 @@ FORMS: dict[str, Any] = {
     "quest": lambda: Quest(block=8, keep=3, q_block=1, heads="query"),
     "quest mass": lambda: Quest(block=8, keep=Mass(0.6), q_block=16, heads="shared"),
     "quest tiles": lambda: Quest(
-        block=4, keep=0.5, q_block=1, physical=Tiles(q_tile=8, kv_tile=16, most=2)
+        block=4, q_block=1, keep=Tiles(q_tile=8, kv_tile=16, most=2, each=0.5)
     ),
     "mean": lambda: MeanPooled(block=8, keep=3, q_block=1),
     "mean of odd blocks": lambda: MeanPooled(block=7, keep=0.3, q_block=4, heads="query"),

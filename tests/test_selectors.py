@@ -78,15 +78,15 @@ def test_summaries_of_blocks(lengths: tuple[int, int], drawing: str, kind: Any) 
             q, k, grid, Causal()
         )
 
-        def scored(b: int, h: int, keys: range, i: int) -> float:
-            return block_bound(kind, q[b, h, i], k[b, h // 2, keys.start : keys.stop])
-
         known: dict[Any, float] = {}
 
-        def once(b: int, h: int, keys: range, i: int) -> float:
-            return known.setdefault((b, h, keys, i), scored(b, h, keys, i))
+        def scored(b: int, h: int, keys: range, i: int, known: dict[Any, float] = known) -> float:
+            if (b, h, keys, i) not in known:
+                page = k[b, h // 2, keys.start : keys.stop]
+                known[b, h, keys, i] = block_bound(kind, q[b, h, i], page)
+            return known[b, h, keys, i]
 
-        want = by_blocks(q, k, grid, heads, block, q_block, once)
+        want = by_blocks(q, k, grid, heads, block, q_block, scored)
         for b, lists in enumerate(sets(chosen)):
             for h, rows in enumerate(lists):
                 for r, row in enumerate(rows):

@@ -15,9 +15,9 @@ from flexsparse.grid import Grid
 from flexsparse.intervals import reach
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.budgets import Budget, Keep, Mass, as_budgets, counts, width
+from flexsparse.selectors.budgets import Budget, Mass, as_budgets, counts, width
 from flexsparse.selectors.caches import Cache, KeyCache
-from flexsparse.selectors.physical import Tiles
+from flexsparse.selectors.physical import Keep, Tiles
 
 Heads = Literal["shared", "kv", "query"]
 
@@ -34,7 +34,7 @@ class Selector:
 
     ``keep`` is a count of blocks (int), a fraction of the blocks within reach (float between 0 and 1,
     rounded up) or a `Mass` (top-p); a tuple or tensor of such gives one a head, for as many heads as
-    ``score`` has. ``physical``, a `Tiles`, limits what a query tile's rows touch together.
+    ``score`` has. A `Tiles` also limits how many key tiles a query tile's rows touch together.
     """
 
     # Whether scores are attention mass themselves; a Mass is otherwise one of exp(score).
@@ -43,7 +43,6 @@ class Selector:
     block: int = 64
     keep: Keep = 16
     q_block: int = 64
-    physical: Tiles | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -51,14 +50,13 @@ class Selector:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} {field} must be an int of at least 1, got {value!r}")
-        budgets = as_budgets(name, self.keep)
-        if isinstance(self.keep, Tensor):
+        if isinstance(self.keep, Tiles):
+            self.keep.check(name, self.q_block, self.block)
+        elif isinstance(self.keep, Tensor):
             # Read once, here: no step asks the device how wide a list is.
-            object.__setattr__(self, "keep", budgets)
-        if self.physical is not None:
-            if not isinstance(self.physical, Tiles):
-                raise ArgumentError(f"{name} physical must be a Tiles, got {self.physical!r}")
-            self.physical.check(name, self.q_block, self.block)
+            object.__setattr__(self, "keep", as_budgets(name, self.keep))
+        else:
+            as_budgets(name, self.keep)
 
     def cache(self, k: Tensor, capacity: int | None = None) -> Cache:
         """The state of decoding after the keys ``k [B, Hkv, S, D]``, with room for ``capacity`` in all.
@@ -121,7 +119,8 @@ class Selector:
 
     def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
         """The highest scores within reach, as many as ``keep`` says, as a Selection."""
-        name, budgets = type(self).__name__, as_budgets(type(self).__name__, self.keep)
+        name, tiles = type(self).__name__, self.keep if isinstance(self.keep, Tiles) else None
+        budgets = as_budgets(name, self.keep.each if isinstance(self.keep, Tiles) else self.keep)
         range_ = torch.finfo(score.dtype)
         score = score.nan_to_num(nan=range_.min, posinf=range_.max, neginf=-torch.inf)
         forced = self.forced(grid, score.device)
@@ -133,10 +132,10 @@ class Selector:
         mass = self._mass(score, rank).gather(-1, order) if _weighs(budgets) else value
         count = counts(name, budgets, mass, None if forced is None else value == torch.inf, within)
         slot = torch.arange(rank.shape[-1], device=rank.device)
-        if self.physical is not None:
+        if tiles is not None:
             kept = torch.zeros_like(rank, dtype=torch.bool)
             kept.scatter_(-1, order, slot < count[..., None])
-            opened = self.physical.open(rank, kept, self.q_block, self.block)
+            opened = tiles.open(rank, kept, self.q_block, self.block)
             value, order = rank.masked_fill(~opened, -torch.inf).sort(
                 dim=-1, descending=True, stable=True
             )

@@ -50,10 +50,10 @@ class Mass:
 
 
 Budget = int | float | Mass
-Keep = int | float | Mass | tuple[Budget, ...] | Tensor
+Each = Budget | tuple[Budget, ...]
 
 
-def as_budgets(owner: str, keep: Keep) -> tuple[Budget, ...]:
+def as_budgets(owner: str, keep: Each | Tensor) -> tuple[Budget, ...]:
     """One budget for all lists, or one a head; a tensor is read on the host."""
     if isinstance(keep, Tensor):
         if keep.ndim != 1 or keep.dtype in (torch.bool, torch.complex64, torch.complex128):

@@ -19,9 +19,8 @@ from flexsparse.intervals import reach
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list
-from flexsparse.selectors.budgets import Keep
 from flexsparse.selectors.caches import KeyCache
-from flexsparse.selectors.physical import Tiles
+from flexsparse.selectors.physical import Keep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +44,6 @@ class H2O(Selector):
     block: int = field(init=False, default=1)
     q_block: int = field(init=False, default=1)
     keep: Keep = field(init=False, default=1)
-    physical: Tiles | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         check_number("H2O", "heavy", self.heavy, int, 0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexsparse.selectors.budgets import Keep, Mass
+from flexsparse.selectors.budgets import Mass
 from flexsparse.selectors.oracle import OracleTopK
+from flexsparse.selectors.physical import Keep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, SelectionError
 from flexsparse.selection import Selection
+from flexsparse.selectors.budgets import Each, as_budgets
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Tiles:
     """Rows that share a tile of ``q_tile`` queries touch at most ``most`` tiles of ``kv_tile`` keys.
 
     Blocks are taken in the order of their scores over all rows of the tile, each row up to its own
-    budget; the first ``most`` tiles that they touch are open, and each row keeps the best blocks of
+    budget ``each`` (a count, fraction or `Mass`, or one of these a head); the first ``most`` tiles that they touch are open, and each row keeps the best blocks of
     open tiles instead of what it would have kept elsewhere. ``contiguity`` is added to the score of a
     tile for each of its two neighbours that some row wants too. A row that would be left with nothing
     keeps its best block, and its tile is touched beyond ``most``.
@@ -29,6 +30,7 @@ class Tiles:
     q_tile: int
     kv_tile: int
     most: int
+    each: Each = 16
     contiguity: float = 0.0
 
     def __post_init__(self) -> None:
@@ -36,6 +38,7 @@ class Tiles:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ArgumentError(f"Tiles {name} must be an int of at least 1, got {value!r}")
+        as_budgets("Tiles", self.each)
         bonus = self.contiguity
         if isinstance(bonus, bool) or not isinstance(bonus, int | float) or not bonus >= 0:
             raise ArgumentError(f"Tiles contiguity must be a number of at least 0, got {bonus!r}")
@@ -47,7 +50,7 @@ class Tiles:
         ):
             if tile % part:
                 raise ArgumentError(
-                    f"{owner} physical.{name} must be a multiple of {of} {part}, got {tile}"
+                    f"{owner} keep.{name} must be a multiple of {of} {part}, got {tile}"
                 )
 
     def open(self, rank: Tensor, kept: Tensor, q_block: int, block: int) -> Tensor:
@@ -68,6 +71,9 @@ class Tiles:
         nothing = ~((rank > -torch.inf) & spread).any(-1, keepdim=True)
         best = rank.argsort(dim=-1, descending=True, stable=True)[..., :1]
         return spread | torch.zeros_like(kept).scatter_(-1, best, nothing)
+
+
+Keep = Each | Tensor | Tiles
 
 
 def recall(chosen: Selection, wanted: Selection) -> Tensor:

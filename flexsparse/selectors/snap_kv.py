@@ -18,10 +18,9 @@ from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list
-from flexsparse.selectors.budgets import Keep
 from flexsparse.selectors.caches import KeyCache
 from flexsparse.selectors.oracle import attention_mass
-from flexsparse.selectors.physical import Tiles
+from flexsparse.selectors.physical import Keep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,7 +45,6 @@ class SnapKV(Selector):
     block: int = field(init=False, default=1)
     q_block: int = field(init=False, default=1)
     keep: Keep = field(init=False, default=1)
-    physical: Tiles | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         for name, least in (("prompt", 1), ("prefix", 0), ("window", 1), ("kernel", 1)):

@@ -14,8 +14,8 @@ from torch import Tensor
 from flexsparse.errors import check_number
 from flexsparse.grid import Grid
 from flexsparse.selectors.base import Selector
-from flexsparse.selectors.budgets import Keep
 from flexsparse.selectors.caches import Cache
+from flexsparse.selectors.physical import Keep
 from flexsparse.shapes import ceil_div
 
 
