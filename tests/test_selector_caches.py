@@ -204,35 +204,46 @@ def test_wrong_uses(wrong: Any, words: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["quest", "mean", "streaming"])
+@pytest.mark.parametrize("name", ["quest", "mean", "streaming", "oracle", "h2o"])
 def test_a_step_in_a_graph(name: str, device: torch.device) -> None:
+    """Append, move on and select, captured once; each replay chooses what a step outside does."""
     q, k = (x.to(device) for x in drawn("random", 64, 64))
-    selector = FORMS[name]()
-    cache = selector.cache(k[:, :, :32], capacity=64)
+    make = FORMS | {"h2o": lambda: H2O(heavy=3, recent=4)}
+    selector = make[name]()
+    inside, outside = (selector.cache(k[:, :, :32], capacity=64) for _ in range(2))
     query, key = q[:, :, :1].clone(), k[:, :, :1].clone()
-    # The position moves past all keys: what is hidden is what is not there yet.
-    grid = fs.Grid(1, 64, batch=2)
+    offset = torch.tensor(31, device=device)
+    grid = fs.Grid(1, 64, q_offset=offset, batch=2)
 
     def step() -> torch.Tensor:
-        cache.append(key)
-        return cache.select(query, grid, Causal()).indices
+        inside.append(key)
+        offset.add_(1)
+        return inside.select(query, grid, Causal()).indices
+
+    def arrive(at: int) -> torch.Tensor:
+        query.copy_(q[:, :, at : at + 1])
+        key.copy_(k[:, :, at : at + 1])
+        outside.append(key)
+        return outside.select(query, fs.Grid(1, at + 1, batch=2), Causal()).blocks()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        key.copy_(k[:, :, 32:33])
+        arrive(32)
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step()
     for at in range(33, 64):
-        query.copy_(q[:, :, at : at + 1])
-        key.copy_(k[:, :, at : at + 1])
+        want = arrive(at)
         graph.replay()
-    assert int(cache.length) == 64
-    same_as = selector.select(query, k, grid, Causal())
-    assert torch.equal(found, same_as.indices)
+        chosen = fs.Selection.from_indices(
+            found, kv_len=64, q_len=1, kv_block=selector.block, out_of_range="drop"
+        )
+        assert torch.equal(chosen.blocks()[..., : want.shape[-1]], want), at
+        assert bool((chosen.counts == want.sum(-1)).all())
+    assert int(inside.length) == 64
 
 
 @pytest.mark.gpu

@@ -83,34 +83,37 @@ class Selector:
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
-        return self.chosen(q, k.shape[1], self.score(q, k, grid), grid, rule)
+        return self.chosen(q, k, self.score(q, k, grid), grid, rule)
 
     def chosen(
-        self, q: Tensor, kv_heads: int, score: Tensor, grid: Grid, rule: MaskMod | None
+        self, q: Tensor, k: Tensor, score: Tensor, grid: Grid, rule: MaskMod | None
     ) -> Selection:
-        """The Selection of scores ``[B, H, R, C]``, once they are judged."""
+        """The Selection of scores ``[B, H, R, C]``, once they are judged; of ``k`` only heads count."""
         name = f"{type(self).__name__}.score"
         if not isinstance(score, Tensor) or not score.is_floating_point():
             given = score.dtype if isinstance(score, Tensor) else type(score).__name__
             raise SelectionError(f"{name} must return a float tensor [B, H, R, C], got {given}")
         rows, blocks = grid.shape(self.q_block, self.block)
-        allowed = {1, kv_heads, q.shape[1]}
+        allowed = {1, k.shape[1], q.shape[1]}
         fits = score.ndim == 4 and score.shape[0] in (1, grid.batch) and score.shape[1] in allowed
         if not fits or score.shape[2:] != (rows, blocks):
             raise SelectionError(
                 f"{name} must return [B, H, {rows}, {blocks}] with B {grid.batch} or 1 and H one of "
                 f"{sorted(allowed)}, got {list(score.shape)}"
             )
-        reachable = self.within_reach(q, kv_heads, grid, rule, score.shape[1])
+        reachable = self.within_reach(q, k, grid, rule, score.shape[1])
         return self.best(score, reachable, grid)
 
     def within_reach(
-        self, q: Tensor, kv_heads: int, grid: Grid, rule: MaskMod | None, heads: int
+        self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None, heads: int
     ) -> Tensor:
-        """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key."""
+        """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key.
+
+        Of ``q`` and ``k`` only the numbers of heads count.
+        """
         block = min(self.q_block, grid.q_len), min(self.block, grid.kv_len)
         span = Span(grid.q_len, grid.kv_len, *block)
-        reached = reach(rule, grid, (q.shape[1], kv_heads), span, q.device)
+        reached = reach(rule, grid, (q.shape[1], k.shape[1]), span, q.device)
         lanes = reached.shape[1]
         if lanes > heads:
             # A list serves several query heads: it may hold what any of them may see.

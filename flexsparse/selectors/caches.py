@@ -79,10 +79,12 @@ class Cache:
         """Writes keys at their positions, ``[n]``; the position ``capacity`` is nobody's."""
 
     def _select(self, q: Tensor, grid: Grid, rule: MaskMod | None) -> Selection:
-        # Keys of the right form that hold no memory.
+        return self.selector.select(q, self._nothing(q, grid), grid, rule)
+
+    def _nothing(self, q: Tensor, grid: Grid) -> Tensor:
+        """Keys of the right form that hold no memory."""
         b, h, d = self._form
-        nothing = torch.empty((), dtype=q.dtype, device=q.device).expand(b, h, grid.kv_len, d)
-        return self.selector.select(q, nothing, grid, rule)
+        return torch.zeros((), dtype=q.dtype, device=q.device).expand(b, h, grid.kv_len, d)
 
 
 class KeyCache(Cache):
@@ -139,6 +141,5 @@ class PageCache(Cache):
             (held[:, :, :pages] / filled).float() if pool == "mean" else held[:, :, :pages]
             for pool, held in self.pools.items()
         ]
-        return self.selector.chosen(
-            q, summaries[0].shape[1], self.selector.rate(q, *summaries), grid, rule
-        )
+        score = self.selector.rate(q, *summaries)
+        return self.selector.chosen(q, summaries[0], score, grid, rule)

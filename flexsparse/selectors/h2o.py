@@ -76,7 +76,7 @@ class HeavyCache(KeyCache):
         seen = past & reach(
             rule, grid, (q.shape[1], kv_heads), Span(grid.q_len, grid.kv_len, 1, 1), q.device
         )
-        reachable = past & self.selector.within_reach(q, kv_heads, grid, rule, heads)
+        reachable = past & self.selector.within_reach(q, self.keys, grid, rule, heads)
         rows = [
             self._step(q[:, :, i], *(x[:, :, i : i + 1] for x in (position, seen, reachable)))
             for i in range(grid.q_len)

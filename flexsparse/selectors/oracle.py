@@ -37,7 +37,7 @@ class OracleTopK(Selector):
         mass = attention_mass(q, k, grid, rule, self.scale)
         mass = pooled(mass.mT, self.block, 0.0).sum(3).mT
         mass = pooled(mass, self.q_block, 0.0).sum(3)
-        return self.chosen(q, k.shape[1], per_list(mass, k.shape[1], self.heads, "sum"), grid, rule)
+        return self.chosen(q, k, per_list(mass, k.shape[1], self.heads, "sum"), grid, rule)
 
 
 def attention_mass(

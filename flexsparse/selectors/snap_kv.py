@@ -100,7 +100,7 @@ class SnapCache(KeyCache):
             super()._write(k, position)
 
     def _select(self, q: Tensor, grid: Grid, rule: MaskMod | None) -> Selection:
-        of, kv_heads = self.selector, self._form[1]
+        of = self.selector
         if grid.kv_len < of.prompt:
             raise SelectionError(
                 f"SnapKV selects among the {of.prompt} keys of its prompt or more, got {grid.kv_len}"
@@ -116,7 +116,7 @@ class SnapCache(KeyCache):
         if not after:
             read = read | (position < of.prompt)
         read = read & (key <= position)
-        read = read & of.within_reach(q, kv_heads, grid, rule, self.kept.shape[1])
+        read = read & of.within_reach(q, self._nothing(q, grid), grid, rule, self.kept.shape[1])
         chosen = Selection.from_indices(
             torch.where(read, key, -1), kv_len=grid.kv_len, q_len=grid.q_len, out_of_range="drop"
         )
