@@ -55,7 +55,11 @@ def gallery(kind: Kind) -> dict[str, type]:
     found = {}
     for entry in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{entry.name}")
-        classes = [c for c in _own(module) if isinstance(c, type) and kind_of(c) == kind]
+        classes = [
+            c
+            for c in _own(module)
+            if isinstance(c, type) and kind_of(c) == kind and not inspect.isabstract(c)
+        ]
         if classes and entry.name != "base":
             # prefix_lm is PrefixLM and oracle is OracleTopK: the alike one, or the first.
             alike = [c for c in classes if c.__name__.lower() == entry.name.replace("_", "")]

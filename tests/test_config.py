@@ -106,7 +106,7 @@ rows:
         "c.yaml:11:5: rows.1.tile: tile must be at least 16, got 8",
         "c.yaml:12:5: rows.1.fallback: must be self or {local: n}",
         "c.yaml:13:22: rows.2.rule.sliding_window: arguments have names: write {sliding_window: {size: 4}}",
-        "c.yaml:13:59: rows.2.select.quest.keep: must be an integer, got 1.5",
+        "c.yaml:13:59: rows.2.select.quest.keep: Quest keep must be an int of at least 1, a fraction",
         "c.yaml:13:72: rows.2.score: causal is a rule, not a score",
         "c.yaml:14:15: rows.3.q_offset: must be an integer, got 1.5",
         "c.yaml:14:30: rows.3.backend: must be auto, measured, decode, flash, flex, tiles, gather or dense, got 'cuda'",

@@ -128,7 +128,7 @@ def _called(found: Any, name: str, arguments: dict[str, Any], at: At, source: So
             continue
         try:
             clean[key] = _typed(value, types.get(key))
-        except ValueError as error:
+        except (ValueError, FlexSparseError) as error:
             source.note((*at, key), str(error))
             right = False
     needed = [n for n, p in named.items() if p.default is p.empty and n not in arguments]
@@ -219,7 +219,9 @@ def _typed(value: Any, hint: Any) -> Any:
     try:
         judge: TypeAdapter[Any] = TypeAdapter(
             hint,
-            config=ConfigDict(arbitrary_types_allowed=True, strict=not isinstance(value, list)),
+            config=ConfigDict(
+                arbitrary_types_allowed=True, strict=not isinstance(value, list | dict)
+            ),
         )
     except Exception:  # a type that pydantic cannot judge is left to the class itself
         return value

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import flexsparse
 from flexsparse.errors import ConfigError
 from flexsparse.experiment.build import parameters
-from flexsparse.resolve import find_file, resolve
+from flexsparse.resolve import find_file, kind_of, resolve
 
 Named = Callable[[str, Any], Any]
 
@@ -27,7 +28,7 @@ def filled(plain: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not isinstance(found, type) and given is None:
             return name
         given = given or {}
-        defaults = {n: p.default for n, p in parameters(found).items()}
+        defaults = {n: _as_written(p.default) for n, p in parameters(found).items()}
         arguments = {n: d for n, d in (defaults | given).items() if n in given or _is_plain(d)}
         return {name: arguments} if arguments else name
 
@@ -114,7 +115,15 @@ def _from_here(name: str, folder: Path) -> str:
     return str(path.relative_to(here)) if here in path.parents else str(path)
 
 
+def _as_written(default: Any) -> Any:
+    """A value such as a budget is a mapping in a configuration."""
+    value = is_dataclass(default) and not isinstance(default, type) and kind_of(default) is None
+    return asdict(default) if value else default
+
+
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)

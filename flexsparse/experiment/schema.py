@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter
@@ -102,10 +103,10 @@ def _type(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _type(get_args(hint)[0])}
     if Tensor in (inner := getattr(hint, "__args__", ())):
         return {"anyOf": [_type(one) for one in inner]}
+    # A dataclass takes no settings from outside.
+    settings = None if is_dataclass(hint) else ConfigDict(arbitrary_types_allowed=True)
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(
-            hint, config=ConfigDict(arbitrary_types_allowed=True)
-        )
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=settings)
         return adapter.json_schema()
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
         return {}

@@ -55,6 +55,10 @@ def _wanted(error: Mapping[str, Any]) -> str:
         return words.format(more[key])
     if kind == "literal_error":
         return str(more["expected"]).replace("'", "")
+    if kind in ("dataclass_type", "dataclass_exact_type"):
+        return f"a mapping for {more['class_name']}"
+    if kind in ("missing", "unexpected_keyword_argument"):
+        return f"a mapping with{'out' * (kind != 'missing')} {error['loc'][-1]}"
     if kind == "is_instance_of":
         return "a list of numbers" if more["class"] == "Tensor" else f"a {more['class']}"
     return "what its type says"

@@ -15,6 +15,7 @@ from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals.codes import rule_codes
 from flexsparse.kernels.rows import EMPTY
+from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import held, settled
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
@@ -29,7 +30,9 @@ def reach(
     rule: MaskMod | None, grid: Grid, heads: tuple[int, int], span: Span, device: torch.device
 ) -> Tensor:
     """bool ``[B or 1, Hq or 1, R, C]``: blocks ``span`` in which some query may see some key."""
-    if torch.compiler.is_compiling() or not settled(rule):
+    # In a captured step a position on the device moves on: what is known is of where it was.
+    moves = isinstance(grid.q_offset, Tensor) and on_device_only(device)
+    if torch.compiler.is_compiling() or not settled(rule) or moves:
         return _judged(rule, grid, heads, span, device)
     keep: list[Any] = []
     key = (held((rule, grid.q_offset), keep), grid.batch, heads, span, device)

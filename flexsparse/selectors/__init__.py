@@ -1,8 +1,34 @@
 """What is worth seeing, computed from the tensors: one published selector a file."""
 
 from flexsparse.selectors.base import Selector
+from flexsparse.selectors.budgets import Mass
+from flexsparse.selectors.caches import Cache
+from flexsparse.selectors.h2o import H2O
+from flexsparse.selectors.mean_pooled import MeanPooled
 from flexsparse.selectors.oracle import OracleTopK
+from flexsparse.selectors.oracle_top_p import OracleTopP
+from flexsparse.selectors.physical import Tiles, recall
+from flexsparse.selectors.pooled import Pooled
 from flexsparse.selectors.quest import Quest
 from flexsparse.selectors.random import Random
+from flexsparse.selectors.reuse import Reuse
+from flexsparse.selectors.snap_kv import SnapKV
+from flexsparse.selectors.streaming_llm import StreamingLLM
 
-__all__ = ["OracleTopK", "Quest", "Random", "Selector"]
+__all__ = [
+    "H2O",
+    "Cache",
+    "Mass",
+    "MeanPooled",
+    "OracleTopK",
+    "OracleTopP",
+    "Pooled",
+    "Quest",
+    "Random",
+    "Reuse",
+    "Selector",
+    "SnapKV",
+    "StreamingLLM",
+    "Tiles",
+    "recall",
+]

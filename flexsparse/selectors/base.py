@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, reduce
@@ -15,31 +15,56 @@ from flexsparse.grid import Grid
 from flexsparse.intervals import reach
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
+from flexsparse.selectors.budgets import Budget, Mass, as_budgets, counts, width
+from flexsparse.selectors.caches import Cache, KeyCache
+from flexsparse.selectors.physical import Keep, Tiles
 
 Heads = Literal["shared", "kv", "query"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selector:
-    """Keeps, for each row of ``q_block`` queries, the ``keep`` best blocks of ``block`` keys.
+    """Keeps, for each row of ``q_block`` queries, the best blocks of ``block`` keys.
 
     Write a frozen dataclass with ``score(q, k, grid) -> [B, H, R, C]``, higher is better, H one of
     1, Hkv or Hq. The base class hides what the rule forbids to the whole row before the top-k, so
     that no budget goes to the future; equal scores go to the lower index on every device; a row
-    with fewer blocks within reach has fewer candidates.
+    with fewer blocks within reach has fewer candidates, but never none. A score of -inf means never,
+    NaN only if nothing else is left.
+
+    ``keep`` is a count of blocks (int), a fraction of the blocks within reach (float between 0 and 1,
+    rounded up) or a `Mass` (top-p); a tuple or tensor of such gives one a head, for as many heads as
+    ``score`` has. A `Tiles` also limits how many key tiles a query tile's rows touch together.
     """
 
+    # Whether scores are attention mass themselves; a Mass is otherwise one of exp(score).
+    scores_are_mass: ClassVar[bool] = False
+
     block: int = 64
-    keep: int = 16
+    keep: Keep = 16
     q_block: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("block", "keep", "q_block"):
-            value = getattr(self, name)
+        name = type(self).__name__
+        for field in ("block", "q_block"):
+            value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(
-                    f"{type(self).__name__} {name} must be an int of at least 1, got {value!r}"
-                )
+                raise ArgumentError(f"{name} {field} must be an int of at least 1, got {value!r}")
+        if isinstance(self.keep, Tiles):
+            self.keep.check(name, self.q_block, self.block)
+        elif isinstance(self.keep, Tensor):
+            # Read once, here: no step asks the device how wide a list is.
+            object.__setattr__(self, "keep", as_budgets(name, self.keep))
+        else:
+            as_budgets(name, self.keep)
+
+    def cache(self, k: Tensor, capacity: int | None = None) -> Cache:
+        """The state of decoding after the keys ``k [B, Hkv, S, D]``, with room for ``capacity`` in all.
+
+        ``cache.append(k_new)`` adds keys, ``cache.select(q, grid, rule)`` gives the same sets as
+        ``select`` over all keys so far. Here the keys are kept; selectors that can do with less do.
+        """
+        return KeyCache(self, k, capacity)
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]`` -> how much each block is worth to each row."""
@@ -58,7 +83,12 @@ class Selector:
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
-        score = self.score(q, k, grid)
+        return self.chosen(q, k, self.score(q, k, grid), grid, rule)
+
+    def chosen(
+        self, q: Tensor, k: Tensor, score: Tensor, grid: Grid, rule: MaskMod | None
+    ) -> Selection:
+        """The Selection of scores ``[B, H, R, C]``, once they are judged; of ``k`` only heads count."""
         name = f"{type(self).__name__}.score"
         if not isinstance(score, Tensor) or not score.is_floating_point():
             given = score.dtype if isinstance(score, Tensor) else type(score).__name__
@@ -77,7 +107,10 @@ class Selector:
     def within_reach(
         self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None, heads: int
     ) -> Tensor:
-        """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key."""
+        """bool ``[B or 1, heads or 1, R, C]``: blocks of which some query of the row may see a key.
+
+        Of ``q`` and ``k`` only the numbers of heads count.
+        """
         block = min(self.q_block, grid.q_len), min(self.block, grid.kv_len)
         span = Span(grid.q_len, grid.kv_len, *block)
         reached = reach(rule, grid, (q.shape[1], k.shape[1]), span, q.device)
@@ -88,15 +121,30 @@ class Selector:
         return reached
 
     def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
-        """The ``keep`` highest scores within reach, as a Selection."""
-        score = score.nan_to_num(nan=-torch.inf, posinf=torch.finfo(score.dtype).max)
-        if (forced := self.forced(grid, score.device)) is not None:
-            score = score.masked_fill(forced, torch.inf)
-        score = score.masked_fill(~reachable, -torch.inf)
+        """The highest scores within reach, as many as ``keep`` says, as a Selection."""
+        name, tiles = type(self).__name__, self.keep if isinstance(self.keep, Tiles) else None
+        budgets = as_budgets(name, self.keep.each if isinstance(self.keep, Tiles) else self.keep)
+        range_ = torch.finfo(score.dtype)
+        score = score.nan_to_num(nan=range_.min, posinf=range_.max, neginf=-torch.inf)
+        forced = self.forced(grid, score.device)
+        rank = score if forced is None else score.masked_fill(forced, torch.inf)
+        rank = rank.masked_fill(~reachable, -torch.inf)
         # torch.topk breaks ties as it likes; a stable sort keeps the lower index first.
-        value, index = score.sort(dim=-1, descending=True, stable=True)
-        keep = min(self.keep, score.shape[-1])
-        chosen = torch.where(value[..., :keep] > -torch.inf, index[..., :keep], -1)
+        value, order = rank.sort(dim=-1, descending=True, stable=True)
+        within = (value > -torch.inf).sum(-1)
+        mass = self._mass(score, rank).gather(-1, order) if _weighs(budgets) else value
+        count = counts(name, budgets, mass, None if forced is None else value == torch.inf, within)
+        slot = torch.arange(rank.shape[-1], device=rank.device)
+        if tiles is not None:
+            kept = torch.zeros_like(rank, dtype=torch.bool)
+            kept.scatter_(-1, order, slot < count[..., None])
+            opened = tiles.open(rank, kept, self.q_block, self.block)
+            value, order = rank.masked_fill(~opened, -torch.inf).sort(
+                dim=-1, descending=True, stable=True
+            )
+            count = count.minimum((value > -torch.inf).sum(-1))
+        keep = width(budgets, rank.shape[-1])
+        chosen = torch.where(slot[:keep] < count[..., None], order[..., :keep], -1)
         return Selection.from_indices(
             chosen,
             kv_len=grid.kv_len,
@@ -105,6 +153,19 @@ class Selector:
             q_block=self.q_block,
             out_of_range="drop",
         )
+
+    def _mass(self, score: Tensor, rank: Tensor) -> Tensor:
+        """float64 ``[B, H, R, C]``: what each block weighs beside the others of its row."""
+        score = score.double().masked_fill(rank == -torch.inf, -torch.inf)
+        if self.scores_are_mass:
+            return score.clamp(min=0)
+        return (
+            score - score.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
+        ).exp()
+
+
+def _weighs(budgets: tuple[Budget, ...]) -> bool:
+    return any(isinstance(budget, Mass) for budget in budgets)
 
 
 def own_blocks(

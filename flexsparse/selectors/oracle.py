@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,21 +23,21 @@ class OracleTopK(Selector):
     default ``D ** -0.5``.
     """
 
+    scores_are_mass: ClassVar[bool] = True
+
     heads: Heads = "kv"
     scale: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sharing("OracleTopK", self.heads)
+        check_sharing(type(self).__name__, self.heads)
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         mass = attention_mass(q, k, grid, rule, self.scale)
         mass = pooled(mass.mT, self.block, 0.0).sum(3).mT
         mass = pooled(mass, self.q_block, 0.0).sum(3)
-        score = per_list(mass, k.shape[1], self.heads, "sum")
-        reachable = self.within_reach(q, k, grid, rule, score.shape[1])
-        return self.best(score, reachable, grid)
+        return self.chosen(q, k, per_list(mass, k.shape[1], self.heads, "sum"), grid, rule)
 
 
 def attention_mass(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, get_origin
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import typer
 
@@ -52,9 +53,13 @@ def _takes(found: type) -> str:
 
 
 def _in_words(hint: Any) -> str:
+    from flexsparse.resolve import kind_of
+
     inner: tuple[Any, ...] = getattr(hint, "__args__", ())
     if get_origin(hint) is tuple:
-        return f"list of {_in_words(inner[0])}s"
+        return "list" if get_args(inner[0]) else f"list of {_in_words(inner[0])}s"
+    if is_dataclass(hint) and kind_of(hint) is None:
+        return f"{{{', '.join(field.name for field in fields(hint))}}}"
     if inner:
         return " or ".join(
             dict.fromkeys(one if isinstance(one, str) else _in_words(one) for one in inner)
