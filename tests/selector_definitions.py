@@ -53,10 +53,10 @@ class Row:
 def moba(row: Row) -> Worth:
     worth = {}
     for c, keys in enumerate(row.blocks):
-        gates = []
-        for h, t, _ in row.pairs():
-            mean = sum(row.keys(h)[i] for i in keys) / len(keys)
-            gates.append(float(row.q[h, t] @ mean))
+        gates: list[float] = []
+        for h in row.heads:
+            mean = row.keys(h)[keys[0] : keys[-1] + 1].mean(0)
+            gates += (row.q[h, row.queries] @ mean).tolist()
         worth[c] = max(gates)
     return worth
 
@@ -64,14 +64,12 @@ def moba(row: Row) -> Worth:
 def window_mass(row: Row, h: int, t: int, p: int, length: int, stride: int) -> list[float]:
     """Softmax over the mean keys of whole windows that end no later than the query stands."""
     keys = row.keys(h)
-    scores, i = [], 0
-    while i * stride + length <= keys.shape[0]:
-        if i * stride + length - 1 <= p:
-            mean = keys[i * stride : i * stride + length].mean(0)
-            scores.append(float(row.q[h, t] @ mean) / math.sqrt(row.q.shape[-1]))
-        i += 1
-    peak = max(scores, default=0.0)
-    weights = [math.exp(s - peak) for s in scores]
+    if keys.shape[0] < length or p < length - 1:
+        return []
+    whole = keys.unfold(0, length, stride).mean(-1)
+    seen = [i for i in range(len(whole)) if i * stride + length - 1 <= p]
+    scores = (whole[seen] @ row.q[h, t] / math.sqrt(row.q.shape[-1])).tolist()
+    weights = [math.exp(s - max(scores)) for s in scores]
     return [w / sum(weights) for w in weights]
 
 
@@ -109,10 +107,8 @@ def infllm_v2(row: Row, length: int, stride: int) -> Worth:
 
 def msa(row: Row, index_q: Tensor, index_k: Tensor) -> Worth:
     """``index_q [Q, E]`` of the group, ``index_k [S, E]``."""
-    return {
-        c: max(float(index_q[t] @ index_k[i]) for t in row.queries for i in keys)
-        for c, keys in enumerate(row.blocks)
-    }
+    scores = (index_q[row.queries] @ index_k.mT).tolist()
+    return {c: max(s[i] for s in scores for i in keys) for c, keys in enumerate(row.blocks)}
 
 
 @dataclass(frozen=True)
