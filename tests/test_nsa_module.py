@@ -184,6 +184,23 @@ def test_it_learns() -> None:
     assert all(not torch.equal(p, before[name]) for name, p in attend.named_parameters())
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu() -> None:
+    """fp32 in the kernels that are chosen there, with gradients."""
+    here, tensors = module("mlp"), inputs(65, 130)
+    there = module("mlp").float().cuda()
+    moved = [x.detach().float().cuda().requires_grad_() for x in tensors]
+    got, want = there(*moved), here(*tensors)
+    torch.testing.assert_close(got.double().cpu(), want, atol=2e-3, rtol=2e-3)
+    grads = [
+        torch.autograd.grad(out.square().sum(), leaves(*made))
+        for out, made in ((got, (there, moved)), (want, (here, tensors)))
+    ]
+    for mine, true in zip(*grads, strict=True):
+        error = (mine.double().cpu() - true).norm() / true.norm()
+        assert error < 1e-2
+
+
 def test_wrong_inputs_are_named() -> None:
     attend, (q, k, v, x) = module("mean"), inputs(7, 7)
     for wrong, message in (

@@ -287,6 +287,15 @@ def test_the_rule_may_hide_more(kind: type[fs.Selector]) -> None:
     assert bool((select.counts > 0).all())
 
 
+@pytest.mark.gpu
+@each_selector
+def test_every_device_selects_the_same(kind: type[fs.Selector]) -> None:
+    q, k = inputs("random", 65, 200)
+    grid = fs.Grid(65, 200, batch=2)
+    there = made(kind).select(q.cuda(), k.cuda(), grid, Causal())
+    assert torch.equal(there.indices.cpu(), made(kind).select(q, k, grid, Causal()).indices)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
