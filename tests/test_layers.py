@@ -21,7 +21,7 @@ LAYERS = [
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",
     "backends cost overlap choice ways fitting plan quicker planning",
-    "attention",
+    "attention modules",
     "checking samples measure",
     "viz",
     "experiment bench gallery verbs cli __main__",
