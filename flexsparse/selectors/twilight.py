@@ -138,5 +138,6 @@ def rounded(k: Tensor, bits: int) -> Tensor:
     """
     low, high = k.amin(-1, keepdim=True), k.amax(-1, keepdim=True)
     step = (high - low) / (2**bits - 1)
-    codes: Tensor = ((k - low) / step).round().nan_to_num(0.0)
-    return codes * step + low
+    codes = ((k - low) / step).round().nan_to_num(0.0)
+    values: Tensor = codes * step + low
+    return values
