@@ -165,8 +165,9 @@ def test_a_shape(sizes: tuple[int, int], lengths: tuple[int, int]) -> None:
     sink, window = torch.tensor([0, 1, 5, 40]), torch.tensor([1, 9, 16, 17])
     selector = AShapeBlocks(q_block=sizes[0], block=sizes[1], sink=sink, window=window)
     chosen = selector.select(q, k, fs.Grid(*lengths, batch=BATCH), None)
+    assert len(chosen.indices) == 1
     rows, columns = (defined.blocks(n, size) for n, size in zip(lengths, sizes, strict=True))
-    for head in heads_of(q, k):
+    for head in heads_of(q[:1], k[:1]):
 
         def pairs(i: int, j: int, h: int = head.h) -> bool:
             near = at + i - j < int(window[h])

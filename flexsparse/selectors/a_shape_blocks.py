@@ -7,17 +7,20 @@ found by Xiao et al., "StreamingLLM", 2023, https://arxiv.org/abs/2309.17453.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flexsparse.errors import check_per_head
 from flexsparse.grid import Grid
-from flexsparse.masks.a_shape import AShape
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing
-from flexsparse.selectors.covering import listed, per_head, row_ends, shared
+from flexsparse.selectors.covering import in_reach, listed, per_head, row_ends, shared
+
+if TYPE_CHECKING:
+    from flexsparse.masks.a_shape import AShape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +56,8 @@ class AShapeBlocks(Selector):
 
     def exact(self) -> AShape:
         """The rule of exactly the pattern's pairs."""
+        from flexsparse.masks.a_shape import AShape
+
         return AShape(self.sink, self.window)
 
     @torch.no_grad()
@@ -66,6 +71,6 @@ class AShapeBlocks(Selector):
         # The nearest pair of a block is that of its last key and the row's first query.
         nearest = (start - last).clamp(min=0)
         chosen = (first <= end) & ((first < sink) | (nearest < window))
-        chosen = chosen & self.within_reach(q, k, grid, rule, q.shape[1])
+        chosen = chosen & in_reach(q, k, grid, rule, (self.q_block, self.block))
         chosen = chosen.expand(-1, q.shape[1], -1, -1)
         return shared(listed(chosen, grid, self.q_block, self.block), k.shape[1], self.heads)

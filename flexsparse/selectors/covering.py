@@ -6,8 +6,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from flexsparse.coverage import Span
 from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.grid import Grid
+from flexsparse.intervals import reach
+from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, pooled
 
@@ -87,6 +90,15 @@ def row_ends(grid: Grid, q_block: int, device: torch.device) -> tuple[Tensor, Te
     last = (first + q_block).clamp(max=grid.q_len) - 1
     positions = grid.positions(device)
     return positions[:, first], positions[:, last]
+
+
+def in_reach(
+    q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None, blocks: tuple[int, int]
+) -> Tensor:
+    """bool ``[B or 1, Hq or 1, R, C]``: blocks ``(q_block, block)`` in which some query may see a key."""
+    tile = min(blocks[0], grid.q_len), min(blocks[1], grid.kv_len)
+    span = Span(grid.q_len, grid.kv_len, *tile)
+    return reach(rule, grid, (q.shape[1], k.shape[1]), span, q.device)
 
 
 def listed(chosen: Tensor, grid: Grid, q_block: int, block: int) -> Selection:

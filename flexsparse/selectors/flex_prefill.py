@@ -23,6 +23,7 @@ from flexsparse.selectors.covering import (
     block_sums,
     check_share,
     highest,
+    in_reach,
     largest_within,
     listed,
     precise,
@@ -57,15 +58,15 @@ class FlexPrefill(Selector):
     distances (slash). Beside it stands the softmax of their mean against the mean key of each block.
     Where the square root of the Jensen-Shannon divergence of the two is below ``tau``, the head is
     query-aware: pooled attention of all rows, and of it the fewest blocks, whatever their rows, that
-    hold ``gamma``, joined with ``min_budget`` verticals and slashes. All other heads keep as many verticals, and
-    as many slashes, as hold ``gamma``, but no less than ``min_budget`` and no more than ``max_budget``
-    (both in tokens). Block 0 and the own diagonal come first. A slash of distance t is all blocks
-    t before the one of the row's last query.
+    hold ``gamma``, joined with ``min_budget`` verticals and slashes. All other heads keep as many
+    verticals, and as many slashes, as hold ``gamma``, but no less than ``min_budget`` and no more
+    than ``max_budget`` (both in tokens). Block 0 and the own diagonal come first. A slash of distance
+    t is all blocks t before the one of the row's last query.
 
-    ``counted``: "tokens" counts the keys, and the distances, that hold ``gamma``, and takes
-    their number over ``block``, plus one, as the published code does; "blocks" counts blocks.
-    ``crossing``: the query-aware block that crosses ``gamma`` is "kept" (the paper) or "dropped" (the code).
-    Beyond both: a last block of fewer positions pools those that it has.
+    ``counted``: "tokens" counts the keys, and the distances, that hold ``gamma``, and takes their
+    number over ``block``, plus one, as the published code does; "blocks" counts blocks.
+    ``crossing``: the query-aware block that crosses ``gamma`` is "kept" (the paper) or "dropped" (the
+    code). Beyond both: a last block of fewer positions pools those that it has.
 
     Lists are per query head; heads that share one (``heads``) get all that any of them chose. Takes
     ``block`` times S, and rows times blocks, for each head.
@@ -106,7 +107,7 @@ class FlexPrefill(Selector):
         column = torch.arange(found.vertical.shape[-1], device=q.device)
         distance = own - column
         causal = distance >= 0
-        reachable = self.within_reach(q, k, grid, rule, q.shape[1]) & causal
+        reachable = in_reach(q, k, grid, rule, (self.q_block, self.block)) & causal
         columns, diagonals = (
             highest(_zero_first(mass), count[..., None])
             for mass, count in zip((found.vertical, found.slash), found.counts, strict=True)

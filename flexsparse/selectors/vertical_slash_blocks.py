@@ -8,6 +8,7 @@ budgets, are those of the published code.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch.nn.functional import pad
 
 from flexsparse.errors import check_number, check_per_head
 from flexsparse.grid import Grid
-from flexsparse.masks.vertical_slash import VerticalSlash
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing
-from flexsparse.selectors.covering import highest, listed, per_head, row_ends, shared
+from flexsparse.selectors.covering import highest, in_reach, listed, per_head, row_ends, shared
 from flexsparse.selectors.last_queries import by_distance, last_queries
+
+if TYPE_CHECKING:
+    from flexsparse.masks.vertical_slash import VerticalSlash
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,13 +84,15 @@ class VerticalSlashBlocks(Selector):
 
     def exact(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> VerticalSlash:
         """The rule of exactly the pattern's pairs, for queries that stand among the keys."""
+        from flexsparse.masks.vertical_slash import VerticalSlash
+
         return VerticalSlash(*self.found(q, k, grid, rule))
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         columns, distances = self.found(q, k, grid, rule)
         chosen = blocks_of(columns, distances, grid, self.q_block, self.block)
-        chosen = chosen & self.within_reach(q, k, grid, rule, q.shape[1])
+        chosen = chosen & in_reach(q, k, grid, rule, (self.q_block, self.block))
         return shared(listed(chosen, grid, self.q_block, self.block), k.shape[1], self.heads)
 
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexsparse.coverage import Span
 from flexsparse.errors import ArgumentError, check_number
 from flexsparse.grid import Grid
-from flexsparse.intervals import reach
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing, own_blocks, pooled
 from flexsparse.selectors.covering import (
     check_share,
+    in_reach,
     listed,
     per_head,
     precise,
@@ -78,7 +77,7 @@ class XAttention(Selector):
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         weights = self.weigh(q, k, grid, rule)
-        reachable = self.within_reach(q, k, grid, rule, q.shape[1])
+        reachable = in_reach(q, k, grid, rule, (self.q_block, self.block))
         always = own_blocks(
             grid, self.q_block, self.block, q.device, first=self.first, last=self.last
         )
@@ -90,8 +89,7 @@ class XAttention(Selector):
     def weigh(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Tensor:
         """``[B, Hq, R, C]``: the strided attention of each block, as many a row as it has cells."""
         stride, dim = self.stride, q.shape[-1]
-        span = Span(grid.q_len, grid.kv_len, min(stride, grid.q_len), min(stride, grid.kv_len))
-        seen = reach(rule, grid, (q.shape[1], k.shape[1]), span, q.device)
+        seen = in_reach(q, k, grid, rule, (stride, stride))
         # Against the keys in order go the queries in reverse: their product is the antidiagonal.
         q, k = (_cells(precise(x), stride) for x in (q, k))
         q, k = q.flip(3).flatten(3), k.flatten(3)
