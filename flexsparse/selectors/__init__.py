@@ -1,11 +1,15 @@
 """What is worth seeing, computed from the tensors: one published selector a file."""
 
+from flexsparse.selectors.a_shape_blocks import AShapeBlocks
 from flexsparse.selectors.base import Selector
+from flexsparse.selectors.block_sparse import BlockSparse
 from flexsparse.selectors.budgets import Mass
 from flexsparse.selectors.caches import Cache
+from flexsparse.selectors.flex_prefill import FlexPrefill
 from flexsparse.selectors.h2o import H2O
 from flexsparse.selectors.infllm_v2 import InfLLMv2
 from flexsparse.selectors.mean_pooled import MeanPooled
+from flexsparse.selectors.minference import MInference
 from flexsparse.selectors.moba import MoBA
 from flexsparse.selectors.msa import MSA
 from flexsparse.selectors.nsa import NSA
@@ -19,13 +23,20 @@ from flexsparse.selectors.reuse import Reuse
 from flexsparse.selectors.snap_kv import SnapKV
 from flexsparse.selectors.sparge_attn import SpargeAttn
 from flexsparse.selectors.streaming_llm import StreamingLLM
+from flexsparse.selectors.twilight import Twilight
+from flexsparse.selectors.vertical_slash_blocks import VerticalSlashBlocks
+from flexsparse.selectors.xattention import XAttention
 
 __all__ = [
     "H2O",
     "MSA",
     "NSA",
+    "AShapeBlocks",
+    "BlockSparse",
     "Cache",
+    "FlexPrefill",
     "InfLLMv2",
+    "MInference",
     "Mass",
     "MeanPooled",
     "MoBA",
@@ -40,5 +51,8 @@ __all__ = [
     "SpargeAttn",
     "StreamingLLM",
     "Tiles",
+    "Twilight",
+    "VerticalSlashBlocks",
+    "XAttention",
     "recall",
 ]
