@@ -68,13 +68,14 @@ def rows(
 
 
 Case = tuple[int, int]
-each_length = pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: f"{x[0]}x{x[1]}")
-each_kind = pytest.mark.parametrize("kind", KINDS)
+CASES = [(lengths, kind) for lengths in LENGTHS for kind in KINDS] + [((200, 200), "random")]
+each_case = pytest.mark.parametrize(
+    ("lengths", "kind"), CASES, ids=[f"{q}x{s}-{kind}" for (q, s), kind in CASES]
+)
 each_sharing = pytest.mark.parametrize("heads", SHARING)
 
 
-@each_length
-@each_kind
+@each_case
 @each_sharing
 def test_moba(lengths: Case, kind: str, heads: str) -> None:
     q, k = inputs(kind, *lengths, batch=1)
@@ -87,8 +88,7 @@ def test_moba(lengths: Case, kind: str, heads: str) -> None:
             assert got or not row.past
 
 
-@each_length
-@each_kind
+@each_case
 @pytest.mark.parametrize("alignment", ["overlap", "paper"])
 def test_nsa(lengths: Case, kind: str, alignment: str) -> None:
     q, k = inputs(kind, *lengths, batch=1)
@@ -126,8 +126,7 @@ def test_the_two_alignments_of_nsa_differ_and_the_published_weights_are_met() ->
     assert by_block["paper"][1].tolist() == [1, 2, 2, 2, 1] + [0.0] * 10
 
 
-@each_length
-@each_kind
+@each_case
 @pytest.mark.parametrize("own_block", ["beside", "among"])
 def test_infllm_v2(lengths: Case, kind: str, own_block: str) -> None:
     q, k = inputs(kind, *lengths, batch=1)
@@ -152,8 +151,7 @@ def test_infllm_v2_is_dense_below_its_length() -> None:
     assert torch.equal(dense.counts[0, 0], torch.arange(65) // 16 + 1)
 
 
-@each_length
-@each_kind
+@each_case
 @pytest.mark.parametrize("learned", [False, True])
 def test_msa(lengths: Case, kind: str, learned: bool) -> None:
     q, k = inputs(kind, *lengths, batch=1)
@@ -178,8 +176,7 @@ def test_msa(lengths: Case, kind: str, learned: bool) -> None:
             assert got or not row.past
 
 
-@each_length
-@each_kind
+@each_case
 @each_sharing
 def test_sparge_attn(lengths: Case, kind: str, heads: str) -> None:
     q, k = inputs(kind, *lengths, batch=1)
@@ -259,6 +256,19 @@ def test_no_tensor_of_all_pairs(kind: type[fs.Selector], monkeypatch: pytest.Mon
     assert torch.equal(select.indices, whole.indices)
     # int64 places of every candidate of every row and head, and no more.
     assert seen.bytes <= length * (length // 64) * HQ * 8 < length * length
+
+
+@each_selector
+def test_compiled_around_a_call(kind: type[fs.Selector]) -> None:
+    q, k = inputs("random", 65, 200)
+    selector, rule = made(kind), Causal()
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return fs.attention(q, k, k, rule=rule, select=selector)
+
+    # Of selectors with other blocks through one function, the sizes would be made symbols.
+    whole = torch.compile(call, fullgraph=True, backend="eager", dynamic=False)
+    torch.testing.assert_close(whole(q, k), call(q, k))
 
 
 @each_selector

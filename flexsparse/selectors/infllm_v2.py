@@ -1,6 +1,6 @@
 """InfLLM-V2: read the blocks whose best window of keys a group of heads attends to most.
 
-Source: "InfLLM-V2: Dense-Sparse Switchable Attention for Seamless Short-to-Long Adaptation", 2025, 3.2,
+Source: Zhao et al., "InfLLM-V2: Dense-Sparse Switchable Attention for Seamless Short-to-Long Adaptation", 2025, 3,
 https://arxiv.org/abs/2509.24663. The published kernels take the softmax's denominator from coarser
 windows to save time; here it is exact.
 

@@ -1,6 +1,6 @@
 """MoBA: read one's own block of keys, and those whose mean key suits the query best.
 
-Source: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025, 2.2, equations 5 to 8,
+Source: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025, 2.2,
 https://arxiv.org/abs/2502.13189; the set is that of the authors' plain implementation. The gate is
 that of single queries and single heads; a row of queries, and heads that share a list, take their
 highest gate here.

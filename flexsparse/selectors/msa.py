@@ -1,6 +1,6 @@
 """MSA: read, for each group of heads, the blocks that hold the highest index score.
 
-Source: "MiniMax Sparse Attention", 2026, the index branch, https://arxiv.org/abs/2606.13392: one index
+Source: Lai et al., "MiniMax Sparse Attention", 2026, the index branch, https://arxiv.org/abs/2606.13392: one index
 query a group of heads, one index key for all of them, no ReLU, blocks by their largest score.
 
 >>> k = torch.tensor([0.0, 1, 5, 0, 2, 2, 0, 0]).view(1, 1, 8, 1)

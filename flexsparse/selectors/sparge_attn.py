@@ -1,7 +1,7 @@
 """SpargeAttn: trust a block's mean where its tokens are alike, and read all of it where they are not.
 
 Source: Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model
-Inference", 2025, 3.2 to 3.4, https://arxiv.org/abs/2502.18137: the prediction of blocks, its first stage,
+Inference", 2025, 3, https://arxiv.org/abs/2502.18137: the prediction of blocks, its first stage,
 without quantisation; ``share`` is the top-k of the authors' code.
 
 >>> q, k = torch.ones(1, 1, 1, 4), torch.eye(4).repeat_interleave(2, 0).view(1, 1, 8, 4)
