@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import prefill_definitions as defined
 import pytest
-import selector_definitions as defined
 import torch
 from test_prefill_selectors import (
     BATCH,
