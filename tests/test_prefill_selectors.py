@@ -546,3 +546,13 @@ def test_a_table_of_another_number_of_heads_is_refused(selector: fs.Selector) ->
     q, k = inputs("random", 7, 7)
     with pytest.raises(fs.FlexSparseError, match="one entry for each of the 4 query heads"):
         selector.select(q, k, fs.Grid(7, 7, batch=BATCH), Causal())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EVERY)
+def test_every_device_chooses_the_same(name: str) -> None:
+    q, k = inputs("random", 65, 200)
+    grid = fs.Grid(65, 200, batch=BATCH)
+    here = EVERY[name]().select(q, k, grid, Causal())
+    there = EVERY[name]().select(q.cuda(), k.cuda(), grid, Causal())
+    assert torch.equal(there.indices.cpu(), here.indices)
