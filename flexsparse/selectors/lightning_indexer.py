@@ -38,6 +38,8 @@ class LightningIndexer(Trained, Selector):
 
     heads: tuple[int, int]
     head_dim: int
+    index_heads: int
+    index_dim: int
 
     def __init__(
         self,
@@ -50,7 +52,10 @@ class LightningIndexer(Trained, Selector):
         block: int = 1,
         q_block: int = 1,
     ) -> None:
-        super().__init__(block=block, keep=keep, q_block=q_block, heads=heads, head_dim=head_dim)
+        super().__init__(
+            block=block, keep=keep, q_block=q_block, heads=heads, head_dim=head_dim,
+            index_heads=index_heads, index_dim=index_dim,
+        )  # fmt: skip
         self.__post_init__()
         self.queries = nn.Linear(heads[0] * head_dim, index_heads * index_dim, bias=False)
         self.weights = nn.Linear(heads[0] * head_dim, index_heads, bias=False)

@@ -39,6 +39,7 @@ class SeerAttentionGate(Trained, Selector):
 
     heads: tuple[int, int]
     head_dim: int
+    gate_dim: int
     threshold: float | None
     share: Heads
 
@@ -56,7 +57,7 @@ class SeerAttentionGate(Trained, Selector):
     ) -> None:
         super().__init__(
             block=block, keep=keep, q_block=q_block, heads=heads, head_dim=head_dim,
-            threshold=threshold, share=share,
+            gate_dim=gate_dim, threshold=threshold, share=share,
         )  # fmt: skip
         self.__post_init__()
         check_sharing("SeerAttentionGate", share)
