@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import math
 from importlib import import_module
@@ -543,3 +544,19 @@ def test_the_pictures_in_docstrings_hold(name: str) -> None:
     module = import_module(f"flexsparse.selectors.{name}")
     found = doctest.testmod(module, extraglobs={"torch": torch})
     assert found.attempted and not found.failed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "made",
+    [indexer(), gate(), ReformerLSH(chunk=8), Routing(clusters=4)],
+    ids=lambda made: type(made).__name__,
+)
+def test_a_gpu_selects_what_the_cpu_does(made: Any, device: torch.device) -> None:
+    """In fp64, where no two scores are near enough to change places."""
+    q, k = inputs(200)
+    grid = fs.Grid(200, 200)
+    want = made.select(q, k, grid, Causal())
+    there = copy.deepcopy(made).to(device) if isinstance(made, nn.Module) else made
+    got = there.select(q.to(device), k.to(device), grid, Causal())
+    assert torch.equal(got.indices.cpu(), want.indices)
