@@ -3,7 +3,7 @@
     python examples/train_gate.py
 
 On q and k of a layer of SmolLM2-135M that come along: trained on the first 768 tokens, judged on those
-and on the last 256 queries, which training never saw. Five minutes on two CPU cores.
+and on the last 256 queries, which training never saw. Some five minutes on two CPU cores.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Retrieval(Selector):
 
     ``index`` is a faiss factory string: "Flat" finds the very best, "HNSW32" or "IVF64,Flat" close ones
     in less time; ``settings`` are faiss's for searching, such as "nprobe=8". What a rule hides is
-    searched past: a query asks for twice as many until it has its budget or has seen all that
+    searched past: a query asks for four times as many until it has its budget or has seen all that
     the index finds. Tokens alone: ``block`` and ``q_block`` are 1. One list a query head.
     """
 
@@ -97,5 +97,5 @@ def _searched(index: Any, queries: Tensor, seen: Tensor, keep: int) -> Tensor:
         chosen[open_rows, : best.shape[1]] = best
         done = (shown.sum(1) >= wanted[open_rows]) | (asked >= seen.shape[1])
         open_rows = open_rows[~done]
-        asked = min(2 * asked, seen.shape[1])
+        asked = min(4 * asked, seen.shape[1])
     return chosen
