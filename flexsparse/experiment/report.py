@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from flexsparse.experiment.journal import write_whole
+from flexsparse.experiment.pareto import picture
 from flexsparse.experiment.table import QUESTION, TABLES, lines
 from flexsparse.experiment.verdict import baseline, noted, verdict
 
@@ -39,6 +40,7 @@ def write_report(
             for title, columns in TABLES
         ],
         notes=noted(rows),
+        pareto=picture(finished),
         bars=_bars(finished),
         stages=STAGES,
         stacks=_stacks(finished),

@@ -116,6 +116,15 @@ KEEPS = (
         lambda dense: _share(0.0),
     ),
     Column(
+        "physical",
+        "physical pairs, in parts of the baseline's logical ones",
+        lambda row: _share(
+            row["budget"]["physical_pairs"] / row["dense"]["pairs"]
+            if row["dense"]["pairs"]
+            else None
+        ),
+    ),
+    Column(
         "inflation",
         "physical pairs for each logical pair",
         lambda row: number(row["budget"]["inflation"]),

@@ -8,6 +8,7 @@ from flexsparse.selectors.caches import Cache
 from flexsparse.selectors.flex_prefill import FlexPrefill
 from flexsparse.selectors.h2o import H2O
 from flexsparse.selectors.infllm_v2 import InfLLMv2
+from flexsparse.selectors.lightning_indexer import LightningIndexer
 from flexsparse.selectors.mean_pooled import MeanPooled
 from flexsparse.selectors.minference import MInference
 from flexsparse.selectors.moba import MoBA
@@ -19,10 +20,15 @@ from flexsparse.selectors.physical import Tiles, recall
 from flexsparse.selectors.pooled import Pooled
 from flexsparse.selectors.quest import Quest
 from flexsparse.selectors.random import Random
+from flexsparse.selectors.reformer_lsh import ReformerLSH
+from flexsparse.selectors.retrieval import Retrieval
 from flexsparse.selectors.reuse import Reuse
+from flexsparse.selectors.routing import Routing
+from flexsparse.selectors.seer_gate import SeerAttentionGate
 from flexsparse.selectors.snap_kv import SnapKV
 from flexsparse.selectors.sparge_attn import SpargeAttn
 from flexsparse.selectors.streaming_llm import StreamingLLM
+from flexsparse.selectors.tile_budget import TileBudget
 from flexsparse.selectors.twilight import Twilight
 from flexsparse.selectors.vertical_slash_blocks import VerticalSlashBlocks
 from flexsparse.selectors.xattention import XAttention
@@ -36,6 +42,7 @@ __all__ = [
     "Cache",
     "FlexPrefill",
     "InfLLMv2",
+    "LightningIndexer",
     "MInference",
     "Mass",
     "MeanPooled",
@@ -45,11 +52,16 @@ __all__ = [
     "Pooled",
     "Quest",
     "Random",
+    "ReformerLSH",
+    "Retrieval",
     "Reuse",
+    "Routing",
+    "SeerAttentionGate",
     "Selector",
     "SnapKV",
     "SpargeAttn",
     "StreamingLLM",
+    "TileBudget",
     "Tiles",
     "Twilight",
     "VerticalSlashBlocks",
