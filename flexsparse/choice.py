@@ -208,9 +208,10 @@ def _decoding_tile(
 ) -> tuple[int, int]:
     """As few rows as a kernel has, and as many keys as a candidate: no page is read for its neighbour."""
     keys = decode.KEYS if select is None else select.kv_block
-    # torch's decoding kernel counts all query heads of a KV head as rows of its tile.
-    rows = call.q_len * call.group if backend is flex else call.q_len
-    given = max(16, next_power_of_two(rows)), decode.tile_for((16, keys), call)[1]
+    given = decode.tile_for((16, keys), call)
+    if backend is flex:
+        # torch's decoding kernel counts all query heads of a KV head as rows of its tile.
+        given = max(16, next_power_of_two(call.q_len * call.group)), given[1]
     blocks = "without a selection" if select is None else f"for blocks of {select.kv_block}"
     why.append(f"tiles of {given[0]}x{given[1]}: few queries, {blocks}")
     return given
