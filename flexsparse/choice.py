@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
 from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div, next_power_of_two
+from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
 
 BackendName = Literal["auto", "measured", "decode", "flash", "flex", "tiles", "gather", "dense"]
 Pack = Literal["identity", "fold", "pack"]
@@ -193,7 +192,7 @@ def choose_tile(
         )
     given = backend.tile_for(wanted, call)
     if given[0] % address.rows_per_query:
-        rows = math.lcm(unit[0], address.rows_per_query)
+        rows = common_multiple(unit[0], address.rows_per_query)
         given = ceil_div(given[0], rows) * rows, given[1]
     if given != wanted:
         why.append(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flexsparse as fs
-from flexsparse.masks import Causal, Document
+from flexsparse.masks import Causal, Document, SlidingWindow
 from tests.oracle import close
 
 KEYS = 64
@@ -130,3 +130,49 @@ def test_a_chunk_of_one_row_takes_selections_of_its_own() -> None:
     own = drawn(1, 16, q_block=16)
     got = chunk.run(q[:, :, 16:32], k, v, chunk.layout(own)).out
     close(got, fs.reference(q[:, :, 16:32], k, v, select=own).out)
+
+
+@pytest.mark.parametrize("backend", ["tiles", "gather"])
+def test_packed_heads_of_lengths_left_open(backend: Any) -> None:
+    rule = Causal()
+
+    def own(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        select = fs.Selection.from_indices(
+            ids, q_len=q.shape[2], kv_len=k.shape[2], out_of_range="drop"
+        )
+        return fs.attention(q, k, v, rule=rule, select=select, backend=backend, pack="pack")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(own, fullgraph=True, dynamic=True, backend="aot_eager")
+    for q_len in (33, 17):
+        q, k, v = inputs(q_len)
+        select = drawn(q_len, q_len)
+        true = fs.reference(q, k, v, rule=rule, select=select).out
+        close(compiled(q, k, v, select.indices), true)
+
+
+def test_a_selector_that_nobody_made_a_dataclass() -> None:
+    class Given(fs.Selector):
+        depth: int = 3
+
+    class Overridden(fs.Selector):
+        keep: int = 3
+
+    class Made(fs.Selector):
+        keep: int
+
+        def __init__(self, keep: int) -> None:
+            super().__init__(keep=keep)
+
+    for make in (lambda: Given(block=16, depth=4), Overridden):  # type: ignore[call-arg]
+        with pytest.raises(fs.FlexSparseError, match="has fields .* but is no dataclass"):
+            make()
+    assert Made(3).keep == 3
+
+
+def test_a_rule_whose_default_nobody_would_see() -> None:
+    class Narrow(SlidingWindow):
+        size: int = 3
+
+    with pytest.raises(fs.FlexSparseError, match="has fields .* but is no dataclass"):
+        Narrow()  # type: ignore[call-arg]
