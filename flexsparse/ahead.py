@@ -70,8 +70,9 @@ class Ahead:
     one, or where rows of tiles hold several heads, it is ``codes [B or 1, Hq or Hkv or 1, R, C]`` in
     logical axes; None where every tile is full.
 
-    Once positions have advanced there is ``past``, 0-d bool, whether any would have left the keys; the
-    tensors then stay the same ones, as a captured graph may read and write them.
+    Once positions have advanced there is ``past``, 0-d bool, whether any would have left the keys or
+    come before ``lowest``; the tensors then stay the same ones, as a captured graph may read and write
+    them.
     """
 
     versions: Versions
@@ -79,6 +80,7 @@ class Ahead:
     codes: Tensor | None
     lists: list[Tensor] | None
     past: Tensor | None = None
+    lowest: int = 0
 
     def renewed(self, new: Ahead) -> Ahead:
         """What ``new`` holds; in the tensors of this one, once positions have advanced."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
 from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div, next_power_of_two
+from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
 
 BackendName = Literal["auto", "measured", "decode", "flash", "flex", "tiles", "gather", "dense"]
 Pack = Literal["identity", "fold", "pack"]
@@ -193,7 +192,7 @@ def choose_tile(
         )
     given = backend.tile_for(wanted, call)
     if given[0] % address.rows_per_query:
-        rows = math.lcm(unit[0], address.rows_per_query)
+        rows = common_multiple(unit[0], address.rows_per_query)
         given = ceil_div(given[0], rows) * rows, given[1]
     if given != wanted:
         why.append(
@@ -208,9 +207,10 @@ def _decoding_tile(
 ) -> tuple[int, int]:
     """As few rows as a kernel has, and as many keys as a candidate: no page is read for its neighbour."""
     keys = decode.KEYS if select is None else select.kv_block
-    # torch's decoding kernel counts all query heads of a KV head as rows of its tile.
-    rows = call.q_len * call.group if backend is flex else call.q_len
-    given = max(16, next_power_of_two(rows)), decode.tile_for((16, keys), call)[1]
+    given = decode.tile_for((16, keys), call)
+    if backend is flex:
+        # torch's decoding kernel counts all query heads of a KV head as rows of its tile.
+        given = max(16, next_power_of_two(call.q_len * call.group)), given[1]
     blocks = "without a selection" if select is None else f"for blocks of {select.kv_block}"
     why.append(f"tiles of {given[0]}x{given[1]}: few queries, {blocks}")
     return given

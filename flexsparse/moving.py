@@ -17,18 +17,20 @@ from flexsparse.bounds import check_tables
 from flexsparse.building import lists_for, maps_of
 from flexsparse.coverage import Span
 from flexsparse.device import lasting
-from flexsparse.errors import ArgumentError, LayoutError, ShapeError
-from flexsparse.grid import Grid
+from flexsparse.errors import ArgumentError, LayoutError, RuleError, ShapeError
+from flexsparse.grid import LARGEST, Grid
 from flexsparse.kernels.compress import compress
-from flexsparse.occupancy import on_device_only
+from flexsparse.occupancy import list_axes, on_device_only
+from flexsparse.program import ScoreProgram
 from flexsparse.rules import MaskMod, MaskRule
-from flexsparse.tracing import naming
+from flexsparse.scores import ScoreRule
+from flexsparse.tracing import Traced, naming
 
 Step = int | Tensor
 
 
 def check_step(terms: Terms, by: Step) -> None:
-    """Refuses what cannot move on, and steps off the end where the host may look."""
+    """Refuses what cannot move on, and what is no step."""
     offset = terms.grid.q_offset
     if not terms.moves:
         raise LayoutError(
@@ -37,6 +39,16 @@ def check_step(terms: Terms, by: Step) -> None:
             "anew at each step"
         )
     assert isinstance(offset, Tensor)
+    if offset.is_inference() and not torch.is_inference_mode_enabled():
+        raise LayoutError(
+            "q_offset was made in inference mode and is added to in place: advance in that mode, or make "
+            "the plan with a clone of it"
+        )
+    if any(n > 1 and step == 0 for n, step in zip(offset.shape, offset.stride(), strict=True)):
+        raise LayoutError(
+            f"q_offset {list(offset.shape)} is expanded from one number and is added to in place: make the "
+            "plan with a clone of it"
+        )
     if isinstance(by, Tensor):
         if by.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(f"by must be an int or an int tensor [B], got {by.dtype}")
@@ -47,12 +59,18 @@ def check_step(terms: Terms, by: Step) -> None:
             )
     elif isinstance(by, bool) or not isinstance(by, int):
         raise ArgumentError(f"by must be an int or an int tensor [B], got {by!r}")
-    if offset.device.type == "cpu" and bool((offset + by > _last(terms.grid)).any()):
-        raise LayoutError(_past_the_end(terms.grid))
+    elif abs(by) > LARGEST:
+        raise ArgumentError(f"by must be within 2 ** 30, as positions are, got {by}")
 
 
 @lasting
-def ready(terms: Terms, ahead: Ahead, rule: MaskRule | None) -> Ahead:
+def ready(
+    terms: Terms,
+    ahead: Ahead,
+    rule: MaskRule | None,
+    score: ScoreRule | None,
+    scoring: ScoreProgram | None,
+) -> Ahead:
     """What is ahead of a plan that is to move: looked at once by the host, outside any graph."""
     if ahead.past is not None:
         return ahead
@@ -61,35 +79,53 @@ def ready(terms: Terms, ahead: Ahead, rule: MaskRule | None) -> Ahead:
             "the first plan.advance looks at the tables of the rule on the host, which a captured "
             "region cannot: advance once before, such as by=0"
         )
-    grid, traced = terms.grid, terms.program.rule
-    if traced is not None:
-        # Every position of the keys is one that some query will stand at.
-        every = Grid(grid.kv_len, grid.kv_len, batch=grid.batch)
-        check_tables(rule, traced, every, terms.program.address.heads)
-    return replace(ahead, past=torch.zeros((), dtype=torch.bool, device=terms.device))
+
+    def check(offset: int) -> None:
+        keys = terms.grid.kv_len
+        grid = Grid(keys, keys, q_offset=offset, batch=terms.grid.batch)
+        for mod, traced in ((rule, terms.program.rule), (score, scoring and scoring.score)):
+            if isinstance(traced, Traced):
+                check_tables(mod, traced, grid, terms.program.address.heads)
+
+    # Every position of the keys is one that some query will stand at.
+    check(0)
+    try:
+        check(-LARGEST)
+        lowest = -LARGEST
+    except RuleError:
+        # Before the first key there is nothing to be read, where nothing was so far.
+        lowest = min(0, int(torch.as_tensor(terms.grid.q_offset).min()))
+    past = torch.zeros((), dtype=torch.bool, device=terms.device)
+    return replace(ahead, past=past, lowest=lowest)
+
+
+def refuse_outside(ahead: Ahead, grid: Grid, by: Step) -> None:
+    """Refuses steps off either end, where the host may look."""
+    offset = grid.q_offset
+    assert isinstance(offset, Tensor)
+    if offset.device.type == "cpu" and bool(_leaves(offset.to(torch.int64) + by, ahead, grid)):
+        raise LayoutError(_outside(ahead, grid))
 
 
 def move(terms: Terms, ahead: Ahead, by: Step) -> None:
     """Adds ``by`` to the offset, and brings what is ahead up to date; all in place.
 
-    Nobody moves past the last position: who would stays there, and ``ahead.past`` says so.
+    Nobody moves past the last position, or before the least: who would stays there, and ``ahead.past``
+    says so.
     """
     program, grid, span = terms.program, terms.grid, terms.logical_span
     offset = grid.q_offset
     assert isinstance(offset, Tensor) and ahead.past is not None
-    moved = offset + by
-    ahead.past.logical_or_((moved > _last(grid)).any())
-    offset.copy_(moved.clamp(max=_last(grid)))
+    moved = offset.to(torch.int64) + by
+    ahead.past.logical_or_(_leaves(moved, ahead, grid))
+    offset.copy_(moved.clamp(ahead.lowest, _last(grid)))
     for table in ahead.tables.offset:
         if table.data_ptr() != offset.data_ptr():
             table.copy_(offset.view(table.shape))
     if program.rule is None:
         return
     alone = program.of_rule_alone()
-    axes = (
-        grid.batch if program.uses_batch else 1,
-        program.address.heads if program.uses_head else 1,
-    )
+    axes = list_axes(alone, grid, None)
     with naming(program.rule):
         codes = codes_of(alone.mod(alone.tables(ahead.tables)), axes, span, terms.device)
     if ahead.codes is not None:
@@ -124,7 +160,7 @@ def refuse_past(ahead: Ahead, grid: Grid) -> None:
     """Raises where some step would have left the keys; told once."""
     if ahead.past is not None and bool(ahead.past):
         ahead.past.zero_()
-        raise LayoutError(_past_the_end(grid))
+        raise LayoutError(_outside(ahead, grid))
 
 
 def _last(grid: Grid) -> int:
@@ -132,8 +168,12 @@ def _last(grid: Grid) -> int:
     return grid.kv_len - grid.q_len
 
 
-def _past_the_end(grid: Grid) -> str:
+def _leaves(moved: Tensor, ahead: Ahead, grid: Grid) -> Tensor:
+    return ((moved > _last(grid)) | (moved < ahead.lowest)).any()
+
+
+def _outside(ahead: Ahead, grid: Grid) -> str:
     return (
-        f"plan.advance would move a query past the last of {grid.kv_len} keys, at offset {_last(grid)}: "
-        "make k, v and the plan for more keys"
+        f"plan.advance would move a query past the last of {grid.kv_len} keys, at offset {_last(grid)}, "
+        f"or before offset {ahead.lowest}: make k, v and the plan for more keys, and step back no further"
     )

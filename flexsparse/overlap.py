@@ -16,7 +16,7 @@ from torch import Tensor
 from flexsparse.grid import Grid
 from flexsparse.kernels.geometry import Geometry
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div
+from flexsparse.shapes import ceil_div, common_multiple
 
 Size = tuple[int, int]
 
@@ -104,7 +104,7 @@ def heights(group: int) -> list[int]:
     >>> heights(16), heights(3), heights(64)
     ([16, 32, 64, 128], [48, 96], [64, 128])
     """
-    least = math.lcm(16, group)
+    least = common_multiple(16, group)
     found = [least]
     while found[-1] * 2 <= 128:
         found.append(found[-1] * 2)

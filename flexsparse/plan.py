@@ -21,16 +21,16 @@ from flexsparse.fitting import as_made, check_own, check_select, check_tensors
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
-from flexsparse.moving import Step, check_step, move, ready, refuse_past
+from flexsparse.moving import Step, check_step, move, ready, refuse_outside, refuse_past
 from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import describe
-from flexsparse.program import MaskProgram, ScoreProgram, member_of, offset_kind
+from flexsparse.program import MaskProgram, ScoreProgram, member_of
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 from flexsparse.shown import Shown
-from flexsparse.updating import Rows, check_rows, update
+from flexsparse.updating import Rows, check_room, check_rows, update
 
 
 class Result(NamedTuple):
@@ -137,8 +137,8 @@ class Plan(Shown):
         negative. All of it can stand in a CUDA graph, once it has run outside. Other layouts of this
         plan are outdated from then on: ``plan.layout(select, into=other)`` brings them along.
 
-        A step past the last key is an error on CPU; elsewhere such queries stay where they are, and
-        `raise_pending` tells.
+        A step past the last key, or to before the tables of rule and score, is an error on CPU;
+        elsewhere such queries stay where they are, and `raise_pending` tells.
         """
         check_own(self, layout, "layout")
         if self.whole is not None:
@@ -147,11 +147,13 @@ class Plan(Shown):
         check_select(self, select)
         check_step(self.terms, by)
         layout.refuse_outdated()
-        ahead = ready(self.terms, self.ahead, self.rule)
+        check_room(layout, self.terms, select)
+        ahead = ready(self.terms, self.ahead, self.rule, self.score, self.score_program)
+        refuse_outside(ahead, self.grid, by)
         move(self.terms, ahead, by)
-        ahead = replace(ahead, versions=self.program.versions(self.grid))
-        object.__setattr__(self, "ahead", ahead)
-        update(layout, self.terms, select, ahead)
+        moved = replace(ahead, versions=self.program.versions(self.grid))
+        object.__setattr__(self, "ahead", moved)
+        update(layout, self.terms, select, self.ahead)
         return layout
 
     def chunk(self, start: int, stop: int, layout: Layout | None = None) -> Plan:
@@ -165,19 +167,18 @@ class Plan(Shown):
         check_chunk(self.terms, start, stop)
         ahead = self._looked_ahead()
         if layout is None and self.first is not None:
-            current = self.first.versions.current
+            current = self.program.counts_changes(self.grid) and self.first.versions.current
             layout = self.first if current else self.layout(self.first.select)
         if layout is not None:
             check_own(self, layout, "layout")
             layout.refuse_outdated()
-        terms = chunk_terms(self.terms, start, stop)
+        terms, score = chunk_terms(self.terms, start, stop), self.score_program
         ahead = chunk_ahead(ahead, terms, start)
-        score = self.score_program
         return replace(
             self,
             terms=terms,
             selector=None,
-            score_program=score and replace(score, offset=offset_kind(terms.grid)),
+            score_program=score and replace(score, offset=terms.program.offset),
             reasons=(*self.reasons, f"queries {start} to {stop - 1} of {self.grid.q_len}"),
             ahead=ahead,
             first=None if layout is None else chunk_layout(layout, terms, ahead, start),
@@ -205,7 +206,9 @@ class Plan(Shown):
 
     def takes(self, select: Selection) -> bool:
         """Whether a selection has the batch, heads and blocks that this plan was made for."""
-        return self.program.member == member_of(select)
+        member = self.program.member
+        # A chunk of one row of the selection keeps the code of the whole.
+        return member is not None and replace(member_of(select), one_row=member.one_row) == member
 
     def fits(self, layout: Layout) -> bool:
         """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device, and holds what its

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError, RuleError
+from flexsparse.errors import ArgumentError, FlexSparseError, RuleError
 from flexsparse.parameters import (
     TRACE,
     TRACED_AT,
@@ -45,11 +45,13 @@ def judging(cls: Any, trace: Callable[[Any], object]) -> Any:
     return judged
 
 
-def refuse_undecorated(cls: type, given: bool) -> None:
-    """Tells who gave values to a class of fields that nobody made a dataclass."""
+def refuse_undecorated(cls: type, given: bool, error: type[FlexSparseError] = RuleError) -> None:
+    """Tells who gave values to a class of fields that nobody made a dataclass, or defaults of its own."""
     fields = inspect.get_annotations(cls)
-    if given and fields and "__dataclass_fields__" not in cls.__dict__:
-        raise RuleError(
+    if not fields or "__dataclass_fields__" in cls.__dict__ or "__init__" in cls.__dict__:
+        return
+    if given or fields.keys() & getattr(cls, "__dataclass_fields__", {}).keys():
+        raise error(
             f"{cls.__name__} has fields ({', '.join(fields)}) but is no dataclass: write "
             "@dataclass(frozen=True, eq=False) above the class"
         )

@@ -45,3 +45,15 @@ def next_power_of_two(length: int) -> int:
     [1, 2, 4, 256]
     """
     return 1 << (length - 1).bit_length()
+
+
+def common_multiple(a: int, b: int) -> int:
+    """The least common multiple, also of lengths that torch.compile leaves open, as math.lcm is not.
+
+    >>> common_multiple(16, 6)
+    48
+    """
+    found = a
+    while found % b:
+        found += a
+    return found

@@ -62,18 +62,26 @@ def check_rows(rows: Rows, select: Selection, device: torch.device) -> None:
         )
 
 
+def check_room(layout: Layout, terms: Terms, select: Selection | None) -> None:
+    """Refuses a selection whose rows may need more tiles than ``layout`` has room for."""
+    if select is None:
+        return
+    candidates, room = select.indices.shape[-1], layout.kv_indices.shape[-1]
+    need = geometry_of(terms, select).row_capacity(candidates)
+    if need > room:
+        raise LayoutError(
+            f"this layout has room for {room} tiles a row, but {candidates} candidates may need {need}: "
+            "make the layout anew, with plan.layout(select)"
+        )
+
+
 def _convert(
     layout: Layout, terms: Terms, select: Selection, ahead: Ahead, rows: Rows | None
 ) -> None:
     """Candidates to tiles, into the lists of the layout."""
     program, span = terms.program, terms.span
+    check_room(layout, terms, select)
     g = geometry_of(terms, select)
-    room, need = layout.kv_indices.shape[-1], g.row_capacity(select.indices.shape[-1])
-    if need > room:
-        raise LayoutError(
-            f"this layout has room for {room} tiles a row, but {select.indices.shape[-1]} candidates "
-            f"may need {need}: make the layout anew, with plan.layout(select)"
-        )
     codes = None if ahead.codes is None else (ahead.codes.shape[0], ahead.codes.shape[1])
     at = None if rows is None else _tile_rows(rows, g, terms.device)
     asks = program.asks_member(terms.block_size)

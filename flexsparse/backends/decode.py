@@ -13,7 +13,7 @@ from torch import Tensor
 from flexsparse.backends import Call, Work
 from flexsparse.backends.asked import asked
 from flexsparse.backends.split_walk import lanes_of, most_tiles, walk
-from flexsparse.shapes import next_power_of_two
+from flexsparse.shapes import ceil_div, next_power_of_two
 
 name = "decode"
 
@@ -49,13 +49,15 @@ def refuses(call: Call) -> str | None:
 
 
 def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
-    """One row of tiles for all queries, and as many keys as fit into a step, a power of two."""
+    """One row of tiles for all rows, those of a query together; as many keys as fit into a step."""
     least, most = KV_TILES
     key_bytes = (call.head_dim + call.v_head_dim) * call.dtype.itemsize
     while most * key_bytes > _STEP_BYTES:
         most //= 2
     fitting = tile[1] if tile[1] == next_power_of_two(tile[1]) else KEYS
-    return max(16, next_power_of_two(call.q_len)), max(least, min(most, fitting))
+    beside = call.program.address.rows_per_query
+    rows = max(16, next_power_of_two(call.q_len * beside))
+    return ceil_div(rows, beside) * beside, max(least, min(most, fitting))
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from einops import rearrange, reduce
@@ -13,7 +13,7 @@ from flexsparse.coverage import Span
 from flexsparse.errors import ArgumentError, SelectionError
 from flexsparse.grid import Grid
 from flexsparse.intervals import reach
-from flexsparse.rules import MaskMod
+from flexsparse.rules import MaskMod, refuse_undecorated
 from flexsparse.selection import Selection
 from flexsparse.selectors.budgets import Budget, Mass, as_budgets, counts, width
 from flexsparse.selectors.caches import Cache, KeyCache
@@ -43,6 +43,10 @@ class Selector:
     block: int = 64
     keep: Keep = 16
     q_block: int = 64
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        refuse_undecorated(cls, bool(values or named), SelectionError)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
