@@ -17,6 +17,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import partial, reduce
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -191,6 +192,10 @@ def _each(
 def parameters(found: Any) -> Mapping[str, inspect.Parameter]:
     """What a class or function takes, by name; nothing where Python itself cannot tell."""
     try:
+        if isinstance(found, type) and is_dataclass(found):
+            # A class that inherits its fields would show the __new__ that stands before them.
+            _, *taken = inspect.signature(found.__init__).parameters.items()
+            return dict(taken)
         return inspect.signature(found).parameters
     except (TypeError, ValueError):
         return {}
