@@ -25,6 +25,9 @@ from flexsparse.program import mask_of, score_of
 
 name = "gather"
 
+# A key must fit into the registers and shared memory of a program of the kernel, several at a time.
+MOST_DIM = 256
+
 
 def refuses(call: Call) -> str | None:
     """Why there is nothing to gather, or None."""
@@ -42,8 +45,6 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 def fuses(call: Call) -> bool:
     """Whether on CUDA one kernel does it, without lists made anew for each query."""
-    from flexsparse.kernels.triton_gather import MOST_DIM
-
     small = max(call.head_dim, call.v_head_dim) <= MOST_DIM and call.dtype != torch.float64
     return small and not call.scored and call.program.reach is None
 
@@ -154,8 +155,6 @@ def _fused(q: Tensor, v: Tensor, score_key: str) -> bool:
     """Whether the kernel can do it."""
     if not q.is_cuda or score_key or q.dtype == torch.float64:
         return False
-    from flexsparse.kernels.triton_gather import MOST_DIM
-
     return max(q.shape[-1], v.shape[-1]) <= MOST_DIM
 
 

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from flexsparse.shapes import next_power_of_two
 
-# A key must fit into the registers and shared memory of a program, several at a time.
-MOST_DIM = 256
-
 
 @triton.jit
 def _forward(
