@@ -43,7 +43,7 @@ def choose_address(
     if pack == "pack":
         return _packed(q, k, v, select, why)
     if pack == "fold":
-        if not _viewable(q, k, v):
+        if not viewable(q, k, v):
             raise LayoutError(
                 "pack='fold' needs q, k and v whose heads fold into the batch without a copy: make "
                 "them contiguous as [B, H, S, D], or leave pack out"
@@ -68,14 +68,15 @@ def choose_address(
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> Pack:
     """How heads are laid where those of a group do not stand beside each other."""
-    return "fold" if _a_list_per_kv_head(q, k, select) and _viewable(q, k, v) else "identity"
+    return "fold" if _a_list_per_kv_head(q, k, select) and viewable(q, k, v) else "identity"
 
 
 def _a_list_per_kv_head(q: Tensor, k: Tensor, select: Selection | None) -> bool:
     return select is not None and select.heads == k.shape[1] and 1 < k.shape[1] < q.shape[1]
 
 
-def _viewable(*tensors: Tensor) -> bool:
+def viewable(*tensors: Tensor) -> bool:
+    """Whether the heads of all fold into the batch without a copy."""
     return all(folds_without_copy(x) for x in tensors)
 
 
@@ -84,7 +85,7 @@ def _packed(
 ) -> PackedHeads:
     """The packing that was asked for, if these tensors and lists take it."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    if not _viewable(k, v):
+    if not viewable(k, v):
         raise LayoutError(
             "pack='pack' needs k and v whose heads fold into the batch without a copy: make them "
             "contiguous as [B, H, S, D], or leave pack out"
@@ -109,7 +110,7 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
         and rows % group == 0
         and select.q_block * group < rows <= q.shape[2]
         and ceil_div(q.shape[2], rows // group) * ceil_div(k.shape[2], FINE_KEYS) <= MOST_TILES
-        and _viewable(k, v)
+        and viewable(k, v)
     )
 
 
@@ -152,6 +153,11 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         return tiles
     why.append("flex: one fused kernel, forward and backward")
     return flex
+
+
+def fine_keys(select: Selection) -> int:
+    """Keys of a tile: as many as by default where candidates fill them, else few."""
+    return DEFAULT_TILE[1] if select.kv_block % DEFAULT_TILE[1] == 0 else FINE_KEYS
 
 
 def remarks(backend: Backend, call: Call) -> list[str]:
@@ -220,8 +226,7 @@ def _packed_tile(
     grid: Grid, address: PackedHeads, select: Selection, call: Call, why: list[str]
 ) -> tuple[int, int]:
     """As tall as pays for what neighbouring queries share; as wide as candidates, where they are fine."""
-    keys = DEFAULT_TILE[1] if select.kv_block % DEFAULT_TILE[1] == 0 else FINE_KEYS
-    group = address.group
+    keys, group = fine_keys(select), address.group
     if on_device_only(call.device):
         rows = heights(group)[-1]
         why.append(f"tiles of {rows} rows: what neighbours share is not measured in a graph")

@@ -19,7 +19,6 @@ Dims = tuple[int, int]
 _REACHED = {
     "flash": (0.74, 0.58),
     "flex": (0.51, 0.43),
-    "tiles": (0.05, 0.05),
     "dense": (0.755, 0.72),
 }
 # By the height of a tile, what of the speed of one of 128 rows is left: blocks of 64 keys which 8

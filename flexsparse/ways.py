@@ -10,9 +10,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexsparse.address import folds_without_copy
 from flexsparse.backends import Call, decode, dense, flash, flex, gather
-from flexsparse.choice import BACKENDS, DEFAULT_TILE, FINE_KEYS, BackendName, Pack
+from flexsparse.choice import (
+    BACKENDS,
+    DEFAULT_TILE,
+    UNTILED,
+    BackendName,
+    Pack,
+    fine_keys,
+    viewable,
+)
 from flexsparse.cost import Tiles, dense_ms, gathered_ms, moved_ms, tiled_ms
 from flexsparse.device import Ceilings, ceilings
 from flexsparse.grid import Grid
@@ -32,9 +39,7 @@ class Way(NamedTuple):
     tile: Size
 
     def __str__(self) -> str:
-        where = (
-            "" if self.backend in ("gather", "dense") else f" over {self.tile[0]}x{self.tile[1]}"
-        )
+        where = "" if self.backend in UNTILED else f" over {self.tile[0]}x{self.tile[1]}"
         packed = ", heads packed" if self.pack == "pack" else ""
         return f"{self.backend}{where}{packed}: {self.ms:.3g} ms"
 
@@ -58,7 +63,7 @@ def ways(
     """Every way that can run the call, quickest first; none where nothing is to be weighed.
 
     ``base`` is how heads are laid where they are not packed; ``pack`` and ``tile`` leave only those asked
-    for. Reads the device once.
+    for. Reads the device once or twice.
     """
     if select is None:
         found = [] if pack == "pack" else _all_pairs(call, grid, pack or base, tile)
@@ -140,17 +145,13 @@ def _laid(
     if pack != "pack":
         found.append((pack or base, tile or DEFAULT_TILE))
     packs = (
-        group > 1
-        and select.heads in (1, k.shape[1])
-        and all(folds_without_copy(x) for x in (k, v))
-        and pack in (None, "pack")
+        group > 1 and select.heads in (1, k.shape[1]) and viewable(k, v) and pack in (None, "pack")
     )
     if not packs:
         return found
     if tile is not None:
         return [*found, ("pack", tile)] if tile[0] % group == 0 else found
-    fine = DEFAULT_TILE[1] if select.kv_block % DEFAULT_TILE[1] == 0 else FINE_KEYS
-    for keys in {fine, DEFAULT_TILE[1]}:
+    for keys in {fine_keys(select), DEFAULT_TILE[1]}:
         for rows in heights(group):
             tiles = grid.shape(rows // group, keys)
             if tiles[0] * tiles[1] <= MOST_TILES:

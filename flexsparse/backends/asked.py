@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flexsparse.backends import Work
-from flexsparse.backends.compiled import Kernel, forget, kept
+from flexsparse.backends.compiled import Kernel, entered
 from flexsparse.backends.split_walk import Lanes
-from flexsparse.errors import CompileError
 
 
 def asked(work: Work, lanes: Lanes, indices: Tensor) -> Tensor | None:
@@ -30,24 +29,18 @@ def asked(work: Work, lanes: Lanes, indices: Tensor) -> Tensor | None:
     # Only their sizes are read.
     queries, keys = work.q.detach()[:, 0, :, 0], work.k.detach()[0, 0, :, 0]
     call = (queries, keys, indices[:, :, 0], tables)
-    body = _body(work, lanes, indices)
     seen: Tensor
     if torch.compiler.is_compiling() or not work.q.is_cuda:
-        seen = body(*call)
+        seen = _body(work, lanes, indices)(*call)
         return seen
     kind = ("asked", program.key, layout.block_size, lanes[1:], indices.shape[0] > 1)
-    kernel, fresh = kept(kind, call, body, program.key)
-    try:
-        seen = kernel(*call)
-    except Exception as error:
-        if fresh is not None:
-            forget(fresh)
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        raise CompileError(
-            f"torch could not compile {program.rule.name if program.rule else 'a selection'} on "
-            f"{work.q.device}: {str(error).strip().splitlines()[0]}"
-        ) from error
+    seen = entered(
+        kind,
+        call,
+        lambda: _body(work, lanes, indices),
+        program.key,
+        lambda: f"{program.rule.name if program.rule else 'a selection'} on {work.q.device}",
+    )
     return seen
 
 

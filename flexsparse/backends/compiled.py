@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.device import compiles
+from flexsparse.errors import CompileError
 
 Kernel = Callable[..., Any]
 Key = tuple[object, ...]
@@ -21,19 +22,46 @@ _kernels: dict[Key, Kernel] = {}
 _first_sizes: dict[Key, tuple[int, ...]] = {}
 
 
-def kept(
-    kind: Key, call: Sequence[Any], body: Kernel, label: str, *, lengths: Key = ()
-) -> tuple[Kernel, Key | None]:
-    """The compiled ``body`` for this kind of ``call``, and its key if it is new.
+def entered(
+    kind: Key,
+    call: Sequence[Any],
+    make: Callable[[], Kernel],
+    label: str,
+    what: Callable[[], str],
+    *,
+    lengths: Key = (),
+) -> Any:
+    """What the compiled function of this kind gives for ``call``: tensors, and lists of tensors.
 
-    ``call`` holds tensors and lists of tensors; ``lengths`` is what the body knows of sizes that may
-    otherwise vary. On CUDA the second set of sizes of a kind gets a kernel
-    for all of them. On CPU sizes are static: torch's CPU template writes wrong code for some that vary.
+    ``make`` gives the function where the kind is new, ``what`` says what is compiled in an error.
+    ``lengths`` is what the function knows of sizes that may otherwise vary.
     """
-    assert isinstance(body, types.FunctionType)
+    kernel, fresh = _kept(kind, call, make, label, lengths)
+    try:
+        return kernel(*call)
+    except Exception as error:
+        if fresh is not None:
+            # What could not be compiled is not kept.
+            _kernels.pop(fresh, None)
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise CompileError(f"torch could not compile {what()}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _kept(
+    kind: Key, call: Sequence[Any], make: Callable[[], Kernel], label: str, lengths: Key
+) -> tuple[Kernel, Key | None]:
+    """The compiled function, and its key if it is new.
+
+    On CUDA the second set of sizes of a kind gets a kernel for all of them. On CPU sizes are static:
+    torch's CPU template writes wrong code for some that vary.
+    """
     tensors = _flat(call)
     kind = (
-        body.__name__,
         kind,
         torch.is_grad_enabled(),
         tuple((t.dtype, t.ndim, t.requires_grad, t.is_contiguous(), t.device) for t in tensors),
@@ -47,6 +75,8 @@ def kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
+    body = make()
+    assert isinstance(body, types.FunctionType)
     own = types.FunctionType(
         body.__code__.replace(co_name=f"{body.__name__}_{len(_kernels)}"),
         body.__globals__,
@@ -58,11 +88,6 @@ def kept(
     _kernels[key] = _marked(compiled, varying) if varying else compiled
     compiles.note(label)
     return _kernels[key], key
-
-
-def forget(key: Key) -> None:
-    """Drops a kernel that could not be compiled."""
-    _kernels.pop(key, None)
 
 
 def _pattern(sizes: list[int]) -> tuple[object, ...]:

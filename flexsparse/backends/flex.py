@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.backends import Call, Work
-from flexsparse.backends.compiled import Kernel, Key, forget, kept
-from flexsparse.errors import CompileError
+from flexsparse.backends.compiled import Kernel, entered
 from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.rules import MaskMod
@@ -285,34 +284,12 @@ def _decode_options(work: Work, gathers: int) -> dict[str, Any]:
 def _enter(
     work: Work, call: tuple[Any, ...], options: dict[str, Any], speech: Speech
 ) -> tuple[Tensor, Tensor | None]:
-    kernel, fresh = _kernel(work, call, options, speech)
-    try:
-        result: tuple[Tensor, Tensor | None] = kernel(*call)
-    except Exception as error:
-        if fresh is not None:
-            forget(fresh)
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        names = [t.name for t in (work.layout.program.rule, work.score and work.score.score) if t]
-        raise CompileError(
-            f"torch could not compile {' with '.join(names) or 'attention'} for "
-            f"q {list(work.q.shape)} {work.q.dtype} on {work.q.device}: {_first_line(error)}"
-        ) from error
-    return result
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _kernel(
-    work: Work, call: tuple[Any, ...], options: dict[str, Any], speech: Speech
-) -> tuple[Kernel, Key | None]:
-    """The compiled function of this kind of call, and its key if it is new."""
+    """The call in the compiled function of its kind."""
     program, score = work.layout.program, work.score
     told = dict(options)
     whole = told.pop("IS_DIVISIBLE", None)
     kind = (
+        "flex",
         program.key,
         score.key if score else None,
         work.layout.block_size,
@@ -324,7 +301,18 @@ def _kernel(
         *(tuple(t.shape[i] for i in (0, 1, 3)) for t in (work.q, work.k, work.v)),
     )
     label = f"{program.key}/{score.key if score else '-'}"
-    return kept(kind, call, _body(work, options, speech), label, lengths=(whole,))
+
+    def what() -> str:
+        names = [t.name for t in (program.rule, score and score.score) if t]
+        return (
+            f"{' with '.join(names) or 'attention'} for q {list(work.q.shape)} {work.q.dtype} on "
+            f"{work.q.device}"
+        )
+
+    found: tuple[Tensor, Tensor | None] = entered(
+        kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,)
+    )
+    return found
 
 
 def _clear_unlisted(out: Tensor, layout: Layout) -> Tensor:

@@ -45,8 +45,8 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 def fuses(call: Call) -> bool:
     """Whether on CUDA one kernel does it, without lists made anew for each query."""
-    small = max(call.head_dim, call.v_head_dim) <= MOST_DIM and call.dtype != torch.float64
-    return small and not call.scored and call.program.reach is None
+    dims = (call.head_dim, call.v_head_dim)
+    return call.program.reach is None and _fits(dims, call.dtype, call.scored)
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
@@ -152,10 +152,13 @@ def _candidates(
 
 
 def _fused(q: Tensor, v: Tensor, score_key: str) -> bool:
+    """Whether the kernel does it."""
+    return q.is_cuda and _fits((q.shape[-1], v.shape[-1]), q.dtype, bool(score_key))
+
+
+def _fits(dims: tuple[int, int], dtype: torch.dtype, scored: bool) -> bool:
     """Whether the kernel can do it."""
-    if not q.is_cuda or score_key or q.dtype == torch.float64:
-        return False
-    return max(q.shape[-1], v.shape[-1]) <= MOST_DIM
+    return max(dims) <= MOST_DIM and dtype != torch.float64 and not scored
 
 
 def _lists(candidates: Candidates, q: Tensor) -> Iterator[tuple[int, Tensor]]:
