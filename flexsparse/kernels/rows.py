@@ -46,12 +46,19 @@ def row_tiles(
 
     Without ``words`` those are left out: no kernel asks for them where tiles lie within candidates.
     """
-    if indices.is_cuda:
+    if indices.is_cuda and torch.compiler.is_compiling():
         # Whoever compiles goes around the kernel: it writes into buffers that share memory.
-        run = torch.ops.flexsparse.row_tiles if torch.compiler.is_compiling() else filled
-        made = Buffers(*run(indices, candidates, codes, list(geometry), list(lists), words))
-        return opened(made, indices, candidates if words else 0, geometry, lists)
-    return by_map(indices, candidates, codes, geometry, lists, words)
+        made = torch.ops.flexsparse.row_tiles(
+            indices, candidates, codes, list(geometry), list(lists), words
+        )
+        return opened(Buffers(*made), indices, candidates if words else 0, geometry, lists)
+    kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
+    if kernel is None:
+        return by_map(indices, candidates, codes, geometry, lists, words)
+    made = buffers(indices, candidates if words else 0, geometry, lists)
+    into = opened(made, indices, candidates if words else 0, geometry, lists)
+    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
+    return into
 
 
 def rewrite(

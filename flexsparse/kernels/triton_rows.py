@@ -48,33 +48,30 @@ def _rows(
     last = (min((r + 1) * Q_TILE, q_len) - 1) // Q_BLOCK
     column = tl.arange(0, COLUMNS)
     met = tl.zeros([COLUMNS], tl.int32)
-    word_rows = (sel_rows + 7) // 8
-    for i in range(ROWS):
-        row = first + i
-        line = (sel_b * sel_heads + sel_h).to(tl.int64) * sel_rows + row
-        word_line = (sel_b * sel_heads + sel_h).to(tl.int64) * word_rows + row // 8
-        for start in range(0, kept, AT_ONCE):
-            k = start + tl.arange(0, AT_ONCE)
-            chosen = tl.load(indices + line * kept + k, mask=(row <= last) & (k < kept), other=-1)
-            used = chosen >= 0
-            if HAS_WORDS:
-                # Bytes are marked four at once: there is no atomic operation on one.
-                byte = word_line * candidates + chosen
-                bit = tl.full([AT_ONCE], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
-                four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-                tl.atomic_or(four, bit, mask=used & writes, sem="relaxed")
-            c = chosen * KV_BLOCK // KV_TILE
-            end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
-            for step in tl.static_range(STEPS):
-                hit = used & (c + step <= end)
-                if COMPARE:
-                    tile = tl.where(hit, c + step, -1)
-                    met += tl.sum((column[:, None] == tile[None, :]).to(tl.int32), 1)
-                else:
-                    # The last column stands for none.
-                    met += tl.histogram(tl.where(hit, c + step, COLUMNS - 1), COLUMNS)
-    if not COMPARE:
-        met = tl.where(column == COLUMNS - 1, 0, met)
+    word_line = (sel_b * sel_heads + sel_h).to(tl.int64) * ((sel_rows + 7) // 8)
+    # The rows of candidates that meet a row of tiles lie behind each other.
+    line = ((sel_b * sel_heads + sel_h).to(tl.int64) * sel_rows + first) * kept
+    met_here = (last - first + 1) * kept
+    for start in range(0, ROWS * kept, AT_ONCE):
+        k = start + tl.arange(0, AT_ONCE)
+        chosen = tl.load(indices + line + k, mask=k < met_here, other=-1)
+        used = chosen >= 0
+        if HAS_WORDS:
+            row = first + k // kept
+            # Bytes are marked four at once: there is no atomic operation on one.
+            byte = (word_line + row // 8) * candidates + chosen
+            bit = tl.full([AT_ONCE], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
+            four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+            tl.atomic_or(four, bit, mask=used & writes, sem="relaxed")
+        c = chosen * KV_BLOCK // KV_TILE
+        end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
+        for step in tl.static_range(STEPS):
+            hit = used & (c + step <= end)
+            if COMPARE:
+                tile = tl.where(hit, c + step, -1)
+                met += tl.sum((column[:, None] == tile[None, :]).to(tl.int32), 1)
+            else:
+                met += tl.histogram(c + step, COLUMNS, mask=hit)
 
     blocks = (tl.minimum((column + 1) * KV_TILE, kv_len) - 1) // KV_BLOCK
     blocks = blocks - column * KV_TILE // KV_BLOCK + 1
@@ -132,10 +129,9 @@ def fill(
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     capacity = into.partial_idx.shape[-1]
-    at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(kept)))
+    at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(geometry.rows_per_tile * kept)))
     compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
-    # A histogram needs a column more, for what is no candidate.
-    width = max(32, next_power_of_two(columns if compare else columns + 1))
+    width = max(32, next_power_of_two(columns))
     kernel: Any = _rows
     kernel[(rows if at is None else len(at), lists.batch * lists.heads)](
         indices.contiguous(), codes if codes is not None else indices, into.words,
