@@ -93,14 +93,17 @@ def moved_ms(bytes_moved: float, box: Ceilings) -> float:
 
 
 def gathered_ms(
-    keys: float, group: int, dims: Dims, itemsize: int, box: Ceilings, *, grads: bool
+    keys: float, block: int, group: int, dims: Dims, itemsize: int, box: Ceilings, *, grads: bool
 ) -> float:
-    """Of ``keys`` in lists, over batch, KV heads and queries, each attended to by ``group`` heads."""
+    """Of ``keys`` in lists, over batch, KV heads and queries, each attended to by ``group`` heads; read
+    ``block`` at a time, 1 where each is read for itself."""
     heads = max(_LEAST_HEADS, group)
-    flops, moved = heads * _flops(dims), sum(dims) * itemsize
+    flops, moved = heads * _flops(dims), float(sum(dims) * itemsize)
     if grads:
-        # Keys and values are read again, and their gradients added in fp32.
-        flops, moved = flops + heads * _backward_flops(dims), 2 * moved + 4 * sum(dims)
+        flops += heads * _backward_flops(dims)
+        # Keys and values are read again. Their gradients are added in fp32, or a block reads its readers.
+        added = sum(dims) * (4 if block == 1 else heads * itemsize / block)
+        moved = 2 * moved + added
     reached = _GATHERED_BY_MANY if heads >= _MANY_HEADS else _GATHERED
     computing = keys * flops / (box.matmul_flops_per_s * reached[grads])
     moving = keys * moved / (box.copy_bytes_per_s * _GATHERED_BYTES)

@@ -123,8 +123,11 @@ def _selected(
         own = select.heads == address.heads or call.program.uses_head
         most = grid.batch * (address.heads if own else address.kv_heads)
         listed = blocks * min(select.kv_block, grid.kv_len) * most / lists
+        heads_a_list = 1 if own else group
+        whole = gather.by_blocks(call, select.q_block, select.kv_block, heads_a_list)
+        block = select.kv_block if whole else 1
         ms = gathered_ms(
-            listed, 1 if own else group, _dims(call), call.dtype.itemsize, box, grads=call.grads
+            listed, block, heads_a_list, _dims(call), call.dtype.itemsize, box, grads=call.grads
         )
         found.append(Way(ms, "gather", base, tile or DEFAULT_TILE))
     return found

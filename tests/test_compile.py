@@ -107,7 +107,10 @@ def sweep(device: torch.device, way: str) -> None:
         out = fs.attention(q, k, v, rule=WAYS[way](size), backend="flex")
         expected = fs.reference(q, k, v, rule=SlidingWindow(size)).out
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    assert int(compiles) - before <= 1
+    made = compiles.kinds[before:]
+    judges = [kind for kind in made if kind.startswith("judge/")]
+    # Where tiles are found on a device, a kind built so often has a kernel for that as well.
+    assert len(made) - len(judges) <= 1 and len(judges) <= 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -49,12 +49,12 @@ TOP_K = {16384: 1.011e9 / 128**2, 32768: 2.085e9 / 128**2}
         (tiled_ms(Tiles(127232, 128, 64, 0, 64), "flex", DIMS, BOX, grads=False), 2.20),
         (tiled_ms(Tiles(258304, 128, 64, 0, 64), "flex", DIMS, BOX, grads=False), 4.59),
         (tiled_ms(Tiles(361744, 128, 64, 347363, 64), "flex", DIMS, BOX, grads=False), 7.91),
-        (gathered_ms(2**24, 128, DIMS, 2, BOX, grads=False), 5.45),
-        (gathered_ms(2**24, 128, DIMS, 2, BOX, grads=True), 20.4),
-        (gathered_ms(2**24, 64, DIMS, 2, BOX, grads=False), 3.31),
-        (gathered_ms(2**24, 64, DIMS, 2, BOX, grads=True), 15.5),
-        (gathered_ms(2**27, 4, DIMS, 2, BOX, grads=False), 14.9),
-        (gathered_ms(2**27, 4, DIMS, 2, BOX, grads=True), 58.1),
+        (gathered_ms(2**24, 1, 128, DIMS, 2, BOX, grads=False), 5.45),
+        (gathered_ms(2**24, 1, 128, DIMS, 2, BOX, grads=True), 20.4),
+        (gathered_ms(2**24, 1, 64, DIMS, 2, BOX, grads=False), 3.31),
+        (gathered_ms(2**24, 1, 64, DIMS, 2, BOX, grads=True), 15.5),
+        (gathered_ms(2**27, 1, 4, DIMS, 2, BOX, grads=False), 14.9),
+        (gathered_ms(2**27, 1, 4, DIMS, 2, BOX, grads=True), 58.1),
     ],
 )
 def test_the_model_gives_what_was_measured(predicted: float, measured: float) -> None:

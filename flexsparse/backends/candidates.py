@@ -55,7 +55,8 @@ class Candidates(NamedTuple):
         if self.ready:
             return self.indices[:, :, first:last]
         rows = torch.arange(first, last, device=self.indices.device)
-        keys, seen = self._positions(self.indices[:, :, rows // self.q_block])
+        block = min(self.kv_block, self.kv_len)
+        keys, seen = self._positions(self.indices[:, :, rows // self.q_block], block)
         at = rows[:, None]
         listed = torch.where(seen & self._allowed(at, keys), keys, -1)
         if self.reach:
@@ -66,9 +67,31 @@ class Candidates(NamedTuple):
             listed = torch.cat([x.expand(*sizes, -1) for x in (listed, near)], -1)
         return listed.to(torch.int32)
 
-    def _positions(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, n, K * kv_block]`` of candidates, and which of them there are."""
-        block = min(self.kv_block, self.kv_len)
+    def seen(self) -> Tensor:
+        """uint8 ``[B, L, R, K, kv_block / 8]``, L being `lists`: which keys of its candidates each query
+        sees, key by key as bits. For rows of single queries, blocks of whole bytes, and no fallback.
+        """
+        rows = torch.arange(self.indices.shape[2], device=self.indices.device)[:, None]
+        keys, there = self._positions(self.indices, self.kv_block)
+        bits = (there & self._allowed(rows, keys)).unflatten(
+            -1, (self.indices.shape[3], self.kv_block // 8, 8)
+        )
+        place = torch.arange(8, dtype=torch.uint8, device=keys.device)
+        packed = torch.bitwise_left_shift(bits.to(torch.uint8), place).sum(-1, dtype=torch.uint8)
+        return self._spread(packed)
+
+    def chosen(self) -> Tensor:
+        """int32 ``[B, L, R, K]``: the candidates of each list."""
+        return self._spread(self.indices).contiguous()
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """For every sequence and list, what may be said once for several."""
+        if x.shape[1] not in (1, self.lists):
+            x = x.repeat_interleave(self.lists // x.shape[1], 1)
+        return x.expand(self.batch, self.lists, *x.shape[2:])
+
+    def _positions(self, chosen: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, H, n, K * block]`` of candidates, and which of them there are."""
         within = torch.arange(block, device=chosen.device)
         keys = (chosen.to(torch.int64)[..., None] * block + within).flatten(-2)
         if self.rule.uses_head and keys.shape[1] not in (1, self.heads):

@@ -1,9 +1,10 @@
 """The candidates of each query gathered and attended to densely: for tokens too scattered for tiles.
 
 No tile is visited: each query's list of keys is read key by key, and the query heads of a KV head share
-what is read. On CUDA that is one kernel, in which no gathered key is ever written out; with a score
-rule, in fp64 and on CPU it is plain torch, a few queries at a time. It stands behind custom operators,
-so that compiled user code goes around it.
+what is read. On CUDA that is one kernel, in which no gathered key is ever written out; whole blocks are
+read as such, and their gradients are summed over the queries that read them. With a score rule, in fp64
+and on CPU it is plain torch, a few queries at a time. It stands behind custom operators, so that compiled
+user code goes around it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flexsparse.address import Identity
 from flexsparse.backends import Call, Work
 from flexsparse.backends.candidates import Candidates
 from flexsparse.backends.gathered import BYTES_AT_ONCE, Gathered
+from flexsparse.backends.seen import seen_bits
 from flexsparse.backends.walk import computing
 from flexsparse.program import mask_of, score_of
 
@@ -27,6 +29,10 @@ name = "gather"
 
 # A key must fit into the registers and shared memory of a program of the kernel, several at a time.
 MOST_DIM = 256
+# Keys of a block that are read as one, with head dims and query heads that fit beside them.
+BLOCKS = frozenset({16, 32, 64, 128})
+MOST_BLOCK_DIM = 128
+MOST_READING_HEADS = 64
 
 
 def refuses(call: Call) -> str | None:
@@ -86,11 +92,17 @@ def gather_forward(
     if not _fused(q, v, score_key):
         score = score_of(score_key)
         return Gathered(q, k, v, candidates, score, score_tables, scale, computing(q)).forward()
-    from flexsparse.kernels import triton_gather
+    from flexsparse.kernels import triton_gather, triton_gather_blocks
 
     q, k, v = (_dense_last(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if _by_blocks(candidates, q, v):
+        blocks_seen = seen_bits(candidates, k)
+        triton_gather_blocks.forward(
+            q, k, v, candidates.chosen(), blocks_seen, candidates.kv_block, out, lse, scale
+        )
+        return out, lse
     for first, keys in _lists(candidates, q):
         triton_gather.forward(q, k, v, keys, first, out, lse, scale)
     return out, lse
@@ -119,13 +131,20 @@ def gather_backward(
         score = score_of(score_key)
         gathered = Gathered(q, k, v, candidates, score, score_tables, scale, computing(q))
         return gathered.backward(grad_out, grad_lse, out, lse, learned)
-    from flexsparse.kernels import triton_gather
+    from flexsparse.kernels import triton_gather, triton_gather_blocks
 
     q, k, v = (_dense_last(x) for x in (q, k, v))
     do = grad_out.to(q.dtype).contiguous()
     delta = (do.float() * out.float()).sum(-1) - grad_lse.float()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    if _by_blocks(candidates, q, v):
+        blocks_seen, block = seen_bits(candidates, k), candidates.kv_block
+        chosen = candidates.chosen()
+        triton_gather_blocks.backward(
+            q, k, v, chosen, blocks_seen, block, do, lse, delta, dq, dk, dv, scale
+        )
+        return dq, dk.to(k.dtype), dv.to(v.dtype), []
     for first, keys in _lists(candidates, q):
         triton_gather.backward(q, k, v, keys, first, do, lse, delta, dq, dk, dv, scale)
     return dq, dk.to(k.dtype), dv.to(v.dtype), []
@@ -159,6 +178,25 @@ def _fused(q: Tensor, v: Tensor, score_key: str) -> bool:
 def _fits(dims: tuple[int, int], dtype: torch.dtype, scored: bool) -> bool:
     """Whether the kernel can do it."""
     return max(dims) <= MOST_DIM and dtype != torch.float64 and not scored
+
+
+def by_blocks(call: Call, q_block: int, kv_block: int, group: int) -> bool:
+    """Whether queries read whole blocks, each of which a program can hold beside its readers;
+    ``group`` query heads share a list."""
+    dims = (call.head_dim, call.v_head_dim)
+    return not call.program.reach and _whole(q_block, kv_block, dims, call.dtype, group)
+
+
+def _by_blocks(of: Candidates, q: Tensor, v: Tensor) -> bool:
+    dims, group = (q.shape[-1], v.shape[-1]), of.heads // of.lists
+    return not of.reach and _whole(of.q_block, of.kv_block, dims, q.dtype, group)
+
+
+def _whole(
+    q_block: int, kv_block: int, dims: tuple[int, int], dtype: torch.dtype, group: int
+) -> bool:
+    fits = max(dims) <= MOST_BLOCK_DIM and group <= MOST_READING_HEADS and dtype.itemsize == 2
+    return q_block == 1 and kv_block in BLOCKS and fits
 
 
 def _lists(candidates: Candidates, q: Tensor) -> Iterator[tuple[int, Tensor]]:
