@@ -20,7 +20,7 @@ LAYERS = [
     "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",
-    "backends cost overlap choice ways fitting plan quicker planning",
+    "backends rates cost overlap choice ways fitting plan quicker planning",
     "attention modules",
     "checking samples measure",
     "viz",
