@@ -151,7 +151,7 @@ def gathered_ms(
         # Keys and values are read again, and their gradients added in fp32.
         flops, moved = flops + heads * _backward_flops(dims), 2 * moved + 4 * sum(dims)
     many = "_many" if heads >= _MANY_HEADS else ""
-    reached = getattr(rates, f"gather{many}{'_both' if grads else ''}")
+    reached: float = getattr(rates, f"gather{many}{'_both' if grads else ''}")
     computing = keys * flops / (box.matmul_flops_per_s * reached)
     moving = keys * moved / (box.copy_bytes_per_s * rates.gather_bytes)
     return 1e3 * (max(computing, moving) + rates.launch)

@@ -30,15 +30,16 @@ def entered(
     what: Callable[[], str],
     *,
     lengths: Key = (),
-) -> Any:
-    """What the compiled function of this kind gives for ``call``: tensors, and lists of tensors.
+) -> tuple[Any, Kernel]:
+    """What the compiled function of this kind gives for ``call``: tensors, and lists of tensors; and
+    the function.
 
     ``make`` gives the function where the kind is new, ``what`` says what is compiled in an error.
     ``lengths`` is what the function knows of sizes that may otherwise vary.
     """
     kernel, fresh = _kept(kind, call, make, label, lengths)
     try:
-        return kernel(*call)
+        return kernel(*call), kernel
     except Exception as error:
         if fresh is not None:
             # What could not be compiled is not kept.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ def _decoding(work: Work, speech: Speech) -> bool:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    if (found := again(work, name)) is not None:
+        return found
     gathers = work.layout.program.gathers(work.layout.block_size)
     gathers += work.score.score.gathers if work.score else 0
     if _decoding(work, PLAIN):
@@ -309,10 +312,63 @@ def _enter(
             f"{work.q.device}"
         )
 
-    found: tuple[Tensor, Tensor | None] = entered(
+    found: tuple[Tensor, Tensor | None]
+    found, kernel = entered(
         kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,)
     )
+    if routes_are_kept(work):
+        by = "flash" if options.get("BACKEND") == "FLASH" else name
+        kept = _routes.setdefault(work.layout, {})
+        if len(kept) < _MOST_ROUTES:
+            kept[_form(work, by)] = Route(kernel, call[3], call[4], work.score)
     return found
+
+
+class Route(NamedTuple):
+    """The kernel of such work over a layout, with the layout's lists and tables as it takes them."""
+
+    kernel: Kernel
+    lists: list[Tensor]
+    tables: list[Tensor]
+    score: ScoreProgram | None
+
+
+# Of each layout the kernels that have run over it: none of what led to them is to be found again.
+_routes: WeakKeyDictionary[Layout, dict[tuple[object, ...], Route]] = WeakKeyDictionary()
+_MOST_ROUTES = 8
+
+
+def again(work: Work, by: str) -> tuple[Tensor, Tensor | None] | None:
+    """What the kernel gives that has run such work over this layout before, if one has."""
+    if not routes_are_kept(work) or (routes := _routes.get(work.layout)) is None:
+        return None
+    route = routes.get(_form(work, by))
+    if route is None:
+        return None
+    q, k, v = work.q, work.k, work.v
+    found: tuple[Tensor, Tensor | None]
+    found = route.kernel(q, k, v, route.lists, route.tables, list(work.score_tables))
+    return found
+
+
+def routes_are_kept(work: Work) -> bool:
+    """On CPU tensors are not given as they are, and inside torch.compile nothing is kept."""
+    return work.q.is_cuda and not torch.compiler.is_compiling()
+
+
+def _form(work: Work, by: str) -> tuple[object, ...]:
+    """All that decides which kernel runs work over a given layout."""
+    q, k, v = work.q, work.k, work.v
+    scored: tuple[object, ...] = ()
+    if work.score is not None:
+        # Whose identity cannot be given away: the route holds it.
+        tables = [(t.shape, t.dtype, t.requires_grad) for t in work.score_tables]
+        scored = (id(work.score), *tables)
+    return (
+        by, work.scale, work.lse, work.grads, torch.is_grad_enabled(), q.dtype,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.requires_grad, k.requires_grad, v.requires_grad, *scored,
+    )  # fmt: skip
 
 
 def _clear_unlisted(out: Tensor, layout: Layout) -> Tensor:
