@@ -265,14 +265,15 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
         if options["fwd_BLOCK_M"] == 16:
             # Four warps would share one row of tensor cores' tiles.
             options["fwd_num_warps"] = 2
-    if q.shape[2] % q_tile or k.shape[2] % kv_tile:
+    one_tile = max(q.shape[2], k.shape[2]) <= TRAINING_TILE
+    if one_tile or q.shape[2] % q_tile or k.shape[2] % kv_tile:
         # torch drops its bounds checks for lengths in whole 128s, whatever the tile.
         options["IS_DIVISIBLE"] = False
     elif not (q.shape[2] % 128 or k.shape[2] % 128):
         # And keeps them where it compiles for lengths that vary: a quarter of a backward's time.
         options["IS_DIVISIBLE"] = True
-    if q.shape[2] < DECODE_ROWS:
-        options["FORCE_USE_FLEX_ATTENTION"] = True
+    # Also where queries are many: torch would ask for their number, and compile anew for few.
+    options["FORCE_USE_FLEX_ATTENTION"] = True
     return options
 
 
@@ -314,14 +315,24 @@ def _enter(
 
     found: tuple[Tensor, Tensor | None]
     found, kernel = entered(
-        kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,)
-    )
+        kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,),
+        together=_lengths(call[3]),
+    )  # fmt: skip
     if routes_are_kept(work):
         by = "flash" if options.get("BACKEND") == "FLASH" else name
         kept = _routes.setdefault(work.layout, {})
         if len(kept) < _MOST_ROUTES:
             kept[_form(work, by)] = Route(kernel, call[3], call[4], work.score)
     return found
+
+
+def _lengths(lists: list[Tensor]) -> frozenset[int]:
+    """Where among the sizes of a call those of q, k and v and of the lists follow the lengths."""
+    place, found = 12, [2, 6, 10]
+    for x in lists:
+        found += range(place + 2, place + x.ndim)
+        place += x.ndim
+    return frozenset(found)
 
 
 class Route(NamedTuple):
@@ -349,6 +360,11 @@ def again(work: Work, by: str) -> tuple[Tensor, Tensor | None] | None:
     found: tuple[Tensor, Tensor | None]
     found = route.kernel(q, k, v, route.lists, route.tables, list(work.score_tables))
     return found
+
+
+def routes_of(layout: Layout) -> list[Route]:
+    """The kernels that have run over a layout."""
+    return list(_routes.get(layout, {}).values())
 
 
 def routes_are_kept(work: Work) -> bool:
