@@ -88,7 +88,7 @@ def test_sizes_that_follow_the_length_vary_together(monkeypatch: pytest.MonkeyPa
         # q and its list of tiles, as a device other than the CPU would have them.
         sizes = [(1, length), (1, tiles)]
         tensors = [torch.empty(n, device="meta") for n in sizes]
-        kernel, fresh = compiled._kept(
+        _, fresh = compiled._kept(
             ("kind",), tensors, lambda: lambda *call: call, "", (), frozenset({1, 3})
         )
         made.append(fresh is not None)

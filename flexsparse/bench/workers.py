@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, suppress
@@ -32,7 +33,7 @@ def shared(
     read, rows = (bench.file, bench.overrides), range(len(bench.config.rows))
     with ExitStack() as stack:
         pools: list[Executor] = [
-            stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+            stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), _alone))
             for _ in range(min(workers, len(rows)))
         ]
         warm = [pools[i % len(pools)].submit(_compiled, read, i, device, limits) for i in rows]
@@ -40,6 +41,11 @@ def shared(
             waited.result()
         for i in rows:
             yield from pools[i % len(pools)].submit(_run, read, i, device, limits).result()
+
+
+def _alone() -> None:
+    """There are as many processes as wanted: torch is to start none of its own to compile in."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def _compiled(read: Read, i: int, device: torch.device, limits: Ceilings) -> None:

@@ -4,33 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexsparse.checking import Report, check
+from flexsparse.checking import check
 from flexsparse.choice import BackendName, Pack
 from flexsparse.measure.conversion import Conversion
-from flexsparse.measure.problem import Problem
-from flexsparse.measure.timed import QKV
 from flexsparse.measure.unlisted import unlisted
-
-
-def compared(
-    problem: Problem, qkv: QKV, rows: int, seed: int, backend: BackendName, pack: Pack | None
-) -> tuple[Report, dict[str, Any]]:
-    """``check`` on that many query rows, gradients too where the problem is of training; and what of it
-    a record keeps."""
-    report = check(
-        *(x.detach() for x in qkv),
-        rule=problem.rule, select=problem.select(), tile=problem.tile, backend=backend, pack=pack,
-        grads=problem.training, rows=rows, seed=seed,
-    )  # fmt: skip
-    out = report["out"]
-    return report, {
-        "ok": report.ok,
-        "rows": report.rows,
-        "error": out.error,
-        "plain_error": out.plain_error,
-        "errors": {d.name: [d.error, d.plain_error, d.budget] for d in report.differences},
-        "detail": report.detail,
-    }
 
 
 def judged(
@@ -40,13 +17,25 @@ def judged(
     tiles filled with NaN change; and in one sentence what is wrong."""
     problem, plan, qkv = made.problem, made.plan, made.qkv
     assert plan is not None and qkv is not None
-    report, said = compared(problem, qkv, rows, seed, backend, pack)
+    report = check(
+        *(x.detach() for x in qkv),
+        rule=problem.rule, select=problem.select(), tile=problem.tile, backend=backend, pack=pack,
+        grads=problem.training, rows=rows, seed=seed,
+    )  # fmt: skip
+    out = report["out"]
     hidden = unlisted(made)
     found = {
         "plan": str(plan),
         "backend": plan.backend,
         "tile": list(plan.tile),
-        "check": said,
+        "check": {
+            "ok": report.ok,
+            "rows": report.rows,
+            "error": out.error,
+            "plain_error": out.plain_error,
+            "errors": {d.name: [d.error, d.plain_error, d.budget] for d in report.differences},
+            "detail": report.detail,
+        },
         "unlisted": hidden,
     }
     if (report.plan.backend, report.plan.tile) != (plan.backend, plan.tile):
