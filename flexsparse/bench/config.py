@@ -47,8 +47,8 @@ class Tail(Strict):
 
 
 class Blocks(Heads):
-    """Block top-k, causal: ``keep`` blocks of ``kv_block`` keys for each ``q_block`` queries and KV
-    head, the own block among them. ``training`` makes lists by column too. With a ``tail`` some rows
+    """Block top-k: ``keep`` blocks of ``kv_block`` keys for each ``q_block`` queries and KV
+    head, the own block among them, causal inside it or else whole. ``training`` makes lists by column too. With a ``tail`` some rows
     keep many more."""
 
     length: Positive
@@ -58,6 +58,7 @@ class Blocks(Heads):
     tail: Tail | None = None
     tile: Tile | None = None
     training: bool = True
+    causal: bool = True
 
 
 class Nsa(Heads):
@@ -266,7 +267,9 @@ def _rule(row: object, i: int, source: Source) -> MaskRule | None:
     alone = given.get("rule")
     if isinstance(alone, dict) and alone.get("of") is not None:
         return build_rule(alone["of"], ("rows", i, "rule", "of"), source)
-    return None if "decode" in given else Causal()
+    blocks = given.get("blocks")
+    whole = isinstance(blocks, dict) and blocks.get("causal") is False
+    return None if whole or "decode" in given else Causal()
 
 
 def _selector(row: object, i: int, source: Source) -> Selector | None:

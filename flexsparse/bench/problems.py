@@ -115,8 +115,9 @@ def _blocks(of: Blocks, common: tuple[*Common, MaskRule | None], draw: torch.Gen
     def keeping(keep: int | torch.Tensor) -> Problem:
         indices = past_blocks(of.length, of.kv_heads, *blocks, keep, draw)
         return Problem(
-            Grid(of.length, of.length), *common, indices, *blocks, of.tile, training=of.training
-        )
+            Grid(of.length, of.length), *common, indices, *blocks, of.tile, training=of.training,
+            causal=of.causal,
+        )  # fmt: skip
 
     if of.tail is None:
         return keeping(of.keep)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexsparse.choice import BackendName, Pack, pack_of, unpacked
+from flexsparse.choice import UNTILED, BackendName, Pack, pack_of, unpacked
 from flexsparse.device import ceilings
 from flexsparse.device.clock import Call, device_ms, graph_ms
 from flexsparse.errors import BackendError, LayoutError
@@ -213,7 +213,8 @@ def _way(problem: Problem, plan: Plan, qkv: QKV, weighed: list[Way]) -> Way | No
     if problem.device.type != "cuda":
         return None
     call, select = plan.call(grads=problem.training), problem.select()
-    found = [way for way in weighed if (way.backend, way.pack, way.tile) == (backend, pack, tile)]
+    named = (backend,) if backend in UNTILED else (backend, pack, tile)
+    found = [way for way in weighed if (way.backend, way.pack, way.tile)[: len(named)] == named]
     if not found and weighed and select is not None and backend in ("flash", "flex"):
         base = unpacked(*qkv, select)
         asked = ways(qkv, call, select, problem.grid, base, pack=pack, tile=tile)
