@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from flexsparse.backends import Call, Work
 from flexsparse.backends.compiled import Kernel, entered
+from flexsparse.backends.routes import arguments, kernel_of, remember
 from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.rules import MaskMod
@@ -117,13 +117,11 @@ def run_with(
     """The call through torch's FlexAttention, told ``options`` of its kernels."""
     layout = work.layout
     on_cpu = work.q.device.type == "cpu"
-    q, k, v = (x.detach() if on_cpu else x for x in (work.q, work.k, work.v))
-    # Without gradients the lists by column are not read; on CPU torch asks for lists at full width.
-    lists: list[Tensor] = layout.lists if work.grads else layout.lists[:4]
-    lists = widened(lists, layout.span) if on_cpu else lists
-    tables = [t.detach() for t in layout.tables]
-    learned = list(work.score_tables)
-    call = (q, k, v, lists, tables, learned)
+    call = q, k, v, lists, tables, learned = arguments(work)
+    if on_cpu:
+        # There torch asks for lists at full width.
+        q, k, v = (x.detach() for x in (q, k, v))
+        call = (q, k, v, widened(lists, layout.span), tables, learned)
     if torch.compiler.is_compiling():
         out, lse = _body(work, options, speech)(*call)
     else:
@@ -131,6 +129,15 @@ def run_with(
     if on_cpu and q.shape[2] == 1:
         out = _clear_unlisted(out, layout)
     return out, lse
+
+
+def again(work: Work, by: str) -> tuple[Tensor, Tensor | None] | None:
+    """What the kernel gives that has run such work before, if one has."""
+    kernel = kernel_of(work, by)
+    if kernel is None:
+        return None
+    found: tuple[Tensor, Tensor | None] = kernel(*arguments(work))
+    return found
 
 
 def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
@@ -318,11 +325,7 @@ def _enter(
         kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,),
         together=_lengths(call[3]),
     )  # fmt: skip
-    if routes_are_kept(work):
-        by = "flash" if options.get("BACKEND") == "FLASH" else name
-        kept = _routes.setdefault(work.layout, {})
-        if len(kept) < _MOST_ROUTES:
-            kept[_form(work, by)] = Route(kernel, call[3], call[4], work.score)
+    remember(work, "flash" if options.get("BACKEND") == "FLASH" else name, kernel)
     return found
 
 
@@ -333,58 +336,6 @@ def _lengths(lists: list[Tensor]) -> frozenset[int]:
         found += range(place + 2, place + x.ndim)
         place += x.ndim
     return frozenset(found)
-
-
-class Route(NamedTuple):
-    """The kernel of such work over a layout, with the layout's lists and tables as it takes them."""
-
-    kernel: Kernel
-    lists: list[Tensor]
-    tables: list[Tensor]
-    score: ScoreProgram | None
-
-
-# Of each layout the kernels that have run over it: none of what led to them is to be found again.
-_routes: WeakKeyDictionary[Layout, dict[tuple[object, ...], Route]] = WeakKeyDictionary()
-_MOST_ROUTES = 8
-
-
-def again(work: Work, by: str) -> tuple[Tensor, Tensor | None] | None:
-    """What the kernel gives that has run such work over this layout before, if one has."""
-    if not routes_are_kept(work) or (routes := _routes.get(work.layout)) is None:
-        return None
-    route = routes.get(_form(work, by))
-    if route is None:
-        return None
-    q, k, v = work.q, work.k, work.v
-    found: tuple[Tensor, Tensor | None]
-    found = route.kernel(q, k, v, route.lists, route.tables, list(work.score_tables))
-    return found
-
-
-def routes_of(layout: Layout) -> list[Route]:
-    """The kernels that have run over a layout."""
-    return list(_routes.get(layout, {}).values())
-
-
-def routes_are_kept(work: Work) -> bool:
-    """On CPU tensors are not given as they are, and inside torch.compile nothing is kept."""
-    return work.q.is_cuda and not torch.compiler.is_compiling()
-
-
-def _form(work: Work, by: str) -> tuple[object, ...]:
-    """All that decides which kernel runs work over a given layout."""
-    q, k, v = work.q, work.k, work.v
-    scored: tuple[object, ...] = ()
-    if work.score is not None:
-        # Whose identity cannot be given away: the route holds it.
-        tables = [(t.shape, t.dtype, t.requires_grad) for t in work.score_tables]
-        scored = (id(work.score), *tables)
-    return (
-        by, work.scale, work.lse, work.grads, torch.is_grad_enabled(), q.dtype,
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.requires_grad, k.requires_grad, v.requires_grad, *scored,
-    )  # fmt: skip
 
 
 def _clear_unlisted(out: Tensor, layout: Layout) -> Tensor:

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from flexsparse.attention import attention
-from flexsparse.backends import flex
+from flexsparse.backends import Work
+from flexsparse.backends.routes import arguments, kernel_of
 from flexsparse.checking import check
 from flexsparse.choice import BackendName
 from flexsparse.errors import BackendError
+from flexsparse.layout import Layout
 from flexsparse.masks.causal import Causal
 from flexsparse.masks.sliding_window import SlidingWindow
+from flexsparse.plan import Plan
 from flexsparse.planning import make_plan
 from flexsparse.selection import Selection
 
@@ -75,7 +78,7 @@ def around(device: torch.device, dtype: torch.dtype, backend: BackendName) -> li
             layout = plan.layout(select)
             plan.run(q, k, v, layout)
             run = host_us(lambda p=plan, la=layout: p.run(q, k, v, la), device)  # type: ignore[misc]
-            bare = _bare_us(layout, plan.address, (q, k, v), device)
+            bare = _bare_us(plan, layout, (q, k, v), device)
             found.append({"what": f"plan.run, {name}", "us": run, "over": bare and run - bare})
             front = host_us(
                 lambda s=select: attention(q, k, v, rule=rule, select=s, backend=backend),  # type: ignore[misc]
@@ -85,14 +88,12 @@ def around(device: torch.device, dtype: torch.dtype, backend: BackendName) -> li
     return found
 
 
-def _bare_us(layout: Any, address: Any, qkv: QKV, device: torch.device) -> float | None:
+def _bare_us(plan: Plan, layout: Layout, qkv: QKV, device: torch.device) -> float | None:
     """The compiled function alone, with its arguments at hand."""
-    routes = flex.routes_of(layout)
-    if not routes:
-        return None
-    route = routes[0]
-    q, k, v = (address.pack(x, name) for x, name in zip(qkv, ("q", "k", "v"), strict=True))
-    return host_us(lambda: route.kernel(q, k, v, route.lists, route.tables, []), device)
+    q, k, v = (plan.address.pack(x, name) for x, name in zip(qkv, ("q", "k", "v"), strict=True))
+    work = Work(q, k, v, layout, None, [], plan.scale, False, False)
+    kernel, given = kernel_of(work, plan.backend), arguments(work)
+    return None if kernel is None else host_us(lambda: kernel(*given), device)
 
 
 # Kinds of calls, as (backend, whether with backward); each is compiled by itself.

@@ -210,7 +210,7 @@ def _weighed(problem: Problem, plan: Plan, qkv: QKV) -> list[Way]:
 def _way(problem: Problem, plan: Plan, qkv: QKV, weighed: list[Way]) -> Way | None:
     """The prediction for a plan, as the chooser would make it."""
     backend, pack, tile = _of(plan)
-    if problem.device.type != "cuda":
+    if not predicts(problem.device):
         return None
     call, select = plan.call(grads=problem.training), problem.select()
     named = (backend,) if backend in UNTILED else (backend, pack, tile)
@@ -223,6 +223,11 @@ def _way(problem: Problem, plan: Plan, qkv: QKV, weighed: list[Way]) -> Way | No
         seen = foreseen(call, plan.first, plan.backend, pack)
         found = [way for way in seen if way.backend == backend]
     return found[0] if found else None
+
+
+def predicts(device: torch.device) -> bool:
+    """Whether the cost model speaks of a device."""
+    return device.type == "cuda"
 
 
 def _plain(way: Way) -> Found:
