@@ -50,7 +50,7 @@ def test_a_sweep_takes_three_kernels(
     if backend == "flash" and not flash.installed():
         pytest.skip("flash-attn-4 is not installed")
     before, traced = int(compiles), counters["stats"]["unique_graphs"]
-    for i, length in enumerate(LENGTHS):
+    for length in LENGTHS:
         given = call(length, backend, device, selected)
         qkv = [x.requires_grad_(grads) for x in given["qkv"]]
         for window in WINDOWS:
