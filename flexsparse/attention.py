@@ -21,6 +21,7 @@ from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.watching import watch
 
 
 class Options(Choices, total=False):
@@ -160,12 +161,24 @@ def _signature(
         *mode,
         _seen(rule, as_rule, keep),
         _seen(score, as_score, keep),
-        held(parts, keep),
+        tuple([_value(part, keep) for part in parts.values()]),
     )
+
+
+def _value(part: Any, keep: list[Any]) -> object:
+    """A part of a call that is no mod; most are plain values."""
+    if part is None or type(part) in (bool, int, float, str):
+        return type(part), part
+    return held(part, keep)
 
 
 def _seen(mod: Any, judged: Callable[[Any], Any], keep: list[Any]) -> object:
     """What a mod amounts to: what it holds, where that says all, or else its trace."""
+    if mod is None:
+        return None
+    if (known := watch(mod)) is not None:
+        keep += known.keep
+        return known.held
     if settled(mod):
         return held(mod, keep)
     rule = judged(mod)

@@ -66,6 +66,11 @@ def choose_address(
     return ADDRESSES[laid](heads, kv_heads)
 
 
+def pack_of(address: Identity) -> Pack:
+    """How an address lays heads."""
+    return next(pack for pack, laid in ADDRESSES.items() if type(address) is laid)
+
+
 def unpacked(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> Pack:
     """How heads are laid where those of a group do not stand beside each other."""
     return "fold" if _a_list_per_kv_head(q, k, select) and viewable(q, k, v) else "identity"

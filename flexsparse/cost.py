@@ -8,38 +8,19 @@ the kernel's.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from flexsparse.device.ceiling import Ceilings
+from flexsparse.rates import RATES, Rates
 
 Dims = tuple[int, int]
 
-# Parts of the matmul ceiling reached forward and backward on one H200 in bf16 with head dims of 128:
-# block top-k, 16 of 256 blocks, 32 heads, S=32768; dense is cuDNN, causal. See configs/bench/RESULTS.md.
-_REACHED = {
-    "flash": (0.74, 0.58),
-    "flex": (0.51, 0.43),
-    "dense": (0.755, 0.72),
-}
-# By the height of a tile, what of the speed of one of 128 rows is left: blocks of 64 keys which 8
-# neighbours share, so that every height visits the same pairs (2.20, 3.76 and 6.38 ms; 4.35 without a mask).
-_BY_ROWS = {128: 1.0, 64: 0.585, 32: 0.345, 16: 0.303}
-# How much longer tiles take whose kernel can ask for membership, where none of them asks and where all do:
-# forward and backward, of single keys (S=16384, 2040 tiles) and of blocks of 64 keys.
-_TOKENS = ((1.2, 1.36), (1.4, 1.75))
-_BLOCKS = ((1.67, 2.13), (1.4, 1.5))
-# Gathered keys: parts of the matmul ceiling, forward and with backward, and times the copy ceiling, as
-# most of them come from cache: 1024 keys a query, S=16384, 4, 64 and 128 query heads a KV head.
-_GATHERED = (0.24, 0.17)
-_GATHERED_BY_MANY = (0.26, 0.23)
+# From so many query heads a KV head on gathered keys are multiplied at another rate.
 _MANY_HEADS = 128
-_GATHERED_BYTES = 1.06
 # The rows of a tensor core's tile: fewer query heads cost as much.
 _LEAST_HEADS = 16
 # From so many keys on a candidate is a block, a word of which serves a tile.
 _BLOCK = 16
-# What a kernel takes to begin and end, in s.
-_LAUNCH = 5e-6
 
 
 class Tiles(NamedTuple):
@@ -56,16 +37,72 @@ class Tiles(NamedTuple):
     column: float = 0.0
 
 
-def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bool) -> float:
+class Pairs(NamedTuple):
+    """Pairs of dense attention over batch and query heads, without the future."""
+
+    number: float
+
+
+class Gathered(NamedTuple):
+    """Keys in lists, over batch, KV heads and queries, each attended to by ``group`` heads; read ``block``
+    at a time, 1 where each is read for itself."""
+
+    keys: float
+    block: int
+    group: int
+
+
+class Read(NamedTuple):
+    """Keys that few queries read, over batch and KV heads."""
+
+    keys: float
+
+
+Counts = Tiles | Pairs | Gathered | Read
+
+
+class Job(NamedTuple):
+    """All that a way has to do: ``counts`` of a kind of kernel, ``backend`` its name, and bytes of q and
+    out ``copied`` around it."""
+
+    backend: str
+    counts: Counts
+    dims: Dims
+    itemsize: int
+    grads: bool
+    copied: float = 0.0
+
+
+def predicted_ms(job: Job, box: Ceilings, rates: Rates = RATES) -> float:
+    """What a job would take on a box."""
+    counts, dims, grads = job.counts, job.dims, job.grads
+    match counts:
+        case Tiles():
+            ms = tiled_ms(counts, job.backend, dims, box, grads=grads, rates=rates)
+        case Pairs():
+            ms = dense_ms(counts.number, dims, box, grads=grads, rates=rates)
+        case Gathered():
+            ms = gathered_ms(*counts, dims, job.itemsize, box, grads=grads, rates=rates)
+        case Read():
+            ms = read_ms(counts.keys * sum(dims) * job.itemsize, box, rates)
+        case _:
+            assert_never(counts)
+    return ms + (moved_ms(job.copied * (1 + grads), box, rates) if job.copied else 0.0)
+
+
+def tiled_ms(
+    tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bool, rates: Rates = RATES
+) -> float:
     """Forward, and with ``grads`` backward too, of a kernel that visits tiles."""
-    forward, backward = _REACHED[backend]
+    forward, backward = _reached(backend, dims, rates)
     # A kernel computes a tile in pieces whose heights are powers of two.
-    share = _BY_ROWS[math.gcd(tiles.rows, 128)] if tiles.rows % 16 == 0 else _BY_ROWS[16]
-    slower = [1.0, 1.0]
+    piece = max(16, math.gcd(tiles.rows, 128)) if tiles.rows % 16 == 0 else 16
+    share = 1.0 if piece == 128 else getattr(rates, f"rows_{piece}")
+    slower = (1.0, 1.0)
     if tiles.asked is not None:
         part = tiles.asked / tiles.number if tiles.number else 0.0
-        times = _TOKENS if tiles.block < _BLOCK else _BLOCKS
-        slower = [least + part * (most - least) for least, most in times]
+        kind = "tokens" if tiles.block < _BLOCK else "blocks"
+        slower = (_slower(kind, "", part, rates), _slower(kind, "_back", part, rates))
     area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * share
     # The longest walk of one program takes as long as it takes, however many others there are.
     walked = max(tiles.number, tiles.row * box.processors)
@@ -75,25 +112,40 @@ def tiled_ms(tiles: Tiles, backend: str, dims: Dims, box: Ceilings, *, grads: bo
             tiles.number * _backward_flops(dims), tiles.column * box.processors * 2 * _flops(dims)
         )
         time += again * area / (speed * backward) * slower[1]
-    return 1e3 * (time + _LAUNCH)
+    return 1e3 * (time + rates.launch)
 
 
-def dense_ms(pairs: float, dims: Dims, box: Ceilings, *, grads: bool) -> float:
+def dense_ms(
+    pairs: float, dims: Dims, box: Ceilings, *, grads: bool, rates: Rates = RATES
+) -> float:
     """Of ``pairs`` over batch and query heads by torch's fastest dense kernel, which skips the future."""
-    forward, backward = _REACHED["dense"]
+    forward, backward = _reached("dense", dims, rates)
     time = pairs * _flops(dims) / (box.matmul_flops_per_s * forward)
     if grads:
         time += pairs * _backward_flops(dims) / (box.matmul_flops_per_s * backward)
-    return 1e3 * (time + _LAUNCH)
+    return 1e3 * (time + rates.launch)
 
 
-def moved_ms(bytes_moved: float, box: Ceilings) -> float:
+def moved_ms(bytes_moved: float, box: Ceilings, rates: Rates = RATES) -> float:
     """Of bytes read and as many written."""
-    return 1e3 * (2 * bytes_moved / box.copy_bytes_per_s + _LAUNCH)
+    return 1e3 * (2 * bytes_moved / box.copy_bytes_per_s + rates.launch)
+
+
+def read_ms(bytes_read: float, box: Ceilings, rates: Rates = RATES) -> float:
+    """Of bytes that a kernel for few queries reads once."""
+    return 1e3 * (bytes_read / (box.copy_bytes_per_s * rates.decode) + rates.launch)
 
 
 def gathered_ms(
-    keys: float, block: int, group: int, dims: Dims, itemsize: int, box: Ceilings, *, grads: bool
+    keys: float,
+    block: int,
+    group: int,
+    dims: Dims,
+    itemsize: int,
+    box: Ceilings,
+    *,
+    grads: bool,
+    rates: Rates = RATES,
 ) -> float:
     """Of ``keys`` in lists, over batch, KV heads and queries, each attended to by ``group`` heads; read
     ``block`` at a time, 1 where each is read for itself."""
@@ -104,10 +156,25 @@ def gathered_ms(
         # Keys and values are read again. Their gradients are added in fp32, or a block reads its readers.
         added = sum(dims) * (4 if block == 1 else heads * itemsize / block)
         moved = 2 * moved + added
-    reached = _GATHERED_BY_MANY if heads >= _MANY_HEADS else _GATHERED
-    computing = keys * flops / (box.matmul_flops_per_s * reached[grads])
-    moving = keys * moved / (box.copy_bytes_per_s * _GATHERED_BYTES)
-    return 1e3 * (max(computing, moving) + _LAUNCH)
+    many = "_many" if heads >= _MANY_HEADS else ""
+    reached: float = getattr(rates, f"gather{many}{'_both' if grads else ''}")
+    computing = keys * flops / (box.matmul_flops_per_s * reached)
+    moving = keys * moved / (box.copy_bytes_per_s * rates.gather_bytes)
+    return 1e3 * (max(computing, moving) + rates.launch)
+
+
+def _reached(backend: str, dims: Dims, rates: Rates) -> tuple[float, float]:
+    """Parts of the matmul ceiling, forward and backward, on these head dims."""
+    at_128: tuple[float, float] = (getattr(rates, backend), getattr(rates, f"{backend}_back"))
+    half: float = getattr(rates, f"{backend}_half")
+    left: float = half ** max(0.0, math.log2(256 / sum(dims)))
+    return at_128[0] * left, at_128[1] * left
+
+
+def _slower(kind: str, way: str, part: float, rates: Rates) -> float:
+    least: float = getattr(rates, f"{kind}_none{way}")
+    most: float = getattr(rates, f"{kind}_all{way}")
+    return least + part * (most - least)
 
 
 def _flops(dims: Dims) -> int:

@@ -68,14 +68,13 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether q, k and v are plainly such as the plan was made for, so that nothing is to be judged."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         return False
-    return autocast_dtype(plan.device) is None and all(
-        isinstance(x, Tensor)
-        and x.shape == shape
-        and x.dtype is plan.dtype
-        and x.device == plan.device
-        and x.layout is torch.strided
-        for x, shape in zip((q, k, v), _shapes(plan), strict=True)
-    )
+    if autocast_dtype(plan.device) is not None:
+        return False
+    for x, shape in zip((q, k, v), _shapes(plan), strict=True):
+        plain = isinstance(x, Tensor) and x.shape == shape and x.dtype is plan.dtype
+        if not plain or x.device != plan.device or x.layout is not torch.strided:
+            return False
+    return True
 
 
 def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -149,7 +149,7 @@ def _globals(function: FunctionType, change: Callable[[Any], Any]) -> dict[str, 
 
 
 def _cell(cell: CellType, change: Callable[[Any], Any], owner: FunctionType) -> CellType:
-    inside = _content(cell)  # none yet, in a function that names itself
+    inside = content(cell)  # none yet, in a function that names itself
     return cell if inside is owner or inside is None else CellType(change(inside))
 
 
@@ -213,7 +213,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
-        yield from map(_content, value.__closure__ or ())
+        yield from map(content, value.__closure__ or ())
         yield from _defaults(value)
         for name in value.__code__.co_names:
             read = value.__globals__.get(name)
@@ -273,7 +273,7 @@ def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) 
         code = mod.__code__
         read = [mod.__globals__[n] for n in _globals_of(code) if n in mod.__globals__]
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
-        held_by = [*map(_content, mod.__closure__ or ()), *_defaults(mod)]
+        held_by = [*map(content, mod.__closure__ or ()), *_defaults(mod)]
         plain = not inner and not vars(mod) and not _ASKS & set(code.co_names)
         # Functions may name each other.
         within, names = (*within, mod), frozenset(code.co_names)
@@ -306,7 +306,7 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(value))
     if isinstance(value, FunctionType):
         names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        parts = {name: _content(cell) for name, cell in names}
+        parts = {name: content(cell) for name, cell in names}
         read = value.__code__.co_names
         parts |= {name: value.__globals__[name] for name in read if name in value.__globals__}
     elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor | ModuleType):
@@ -321,7 +321,7 @@ def _named(value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _named(part, seen)
 
 
-def _content(cell: CellType) -> Any:
+def content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:

@@ -349,20 +349,10 @@ class Plan(Shown):
             return []
         return self.score_program.tables(self.grid, self.device, self._precision)
 
-    def _call(self, grads: bool, lse: bool, learned: bool) -> Call:
-        _, _, head_dim, v_head_dim = self.shape
-        return Call(
-            self.device,
-            self.dtype,
-            head_dim,
-            v_head_dim,
-            self.grid.q_len,
-            grads,
-            lse,
-            grads and learned,
-            self.program,
-            self.score_program,
-        )
+    def call(self, grads: bool, lse: bool = False, learned: bool = False) -> Call:
+        """What of its backend is asked in such a run."""
+        of = (self.device, self.dtype, *self.shape[2:], self.grid.q_len)
+        return Call(*of, grads, lse, grads and learned, self.program, self.score_program)
 
     def _refuse(self, backend: Backend, grads: bool, lse: bool, learned: bool) -> None:
         # What a compiled region wrote down would make it compile again.
@@ -370,7 +360,7 @@ class Plan(Shown):
         asked = (grads, lse, learned)
         if remembers and asked in self.taken:
             return
-        call = self._call(*asked)
+        call = self.call(*asked)
         if (why := backend.refuses(call)) is not None:
             raise BackendError(
                 f"backend {backend.name!r} cannot run this: {why}; use backend='tiles'"

@@ -30,11 +30,13 @@ from flexsparse.choice import (
     choose_address,
     choose_backend,
     choose_tile,
+    pack_of,
     remarks,
     unpacked,
 )
 from flexsparse.errors import ShapeError
 from flexsparse.grid import Grid
+from flexsparse.occupancy import on_device_only
 from flexsparse.plan import Plan, checked_qkv
 from flexsparse.program import mask_program, score_program
 from flexsparse.quicker import timed_ms
@@ -42,7 +44,7 @@ from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
-from flexsparse.ways import Way, ways, weighs
+from flexsparse.ways import Way, foreseen, ways, weighs
 
 
 class Shared(TypedDict, total=False):
@@ -173,7 +175,21 @@ def make_plan(
         first=None,
     )
     object.__setattr__(plan, "first", plan.measured(plan.layout(selection)))
+    if not weighed and plan.first is not None and not on_device_only(q.device):
+        object.__setattr__(plan, "reasons", (*_foreseen(call, plan), *plan.reasons))
     return plan
+
+
+def _foreseen(call: Call, plan: Plan) -> list[str]:
+    """What the plan would take, and the next best way, where tiles were not weighed but are known."""
+    if plan.device.type != "cuda" or plan.first is None:
+        return []
+    try:
+        found = foreseen(call, plan.first, plan.backend, pack_of(plan.address))
+    except torch.OutOfMemoryError:
+        return []
+    own = [way for way in found if way.backend == plan.backend]
+    return [f"{way} predicted" for way in own] + [f"next {w}" for w in found if w not in own]
 
 
 def _judged(select: object, grid: Grid, heads: tuple[int, int], device: torch.device) -> Selection:

@@ -41,8 +41,12 @@ class Versions:
     @property
     def current(self) -> bool:
         """Whether none has changed since."""
-        pairs = zip(self.tensors, self.counts, strict=True)
-        return torch.compiler.is_compiling() or all(t._version == count for t, count in pairs)
+        if torch.compiler.is_compiling():
+            return True
+        for tensor, count in zip(self.tensors, self.counts, strict=True):
+            if tensor._version != count:
+                return False
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tensors": self.tensors, "current": self.current}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from flexsparse.backends import Call, decode, dense, flash, flex, gather
+from flexsparse.backends import Call, decode, dense, gather
 from flexsparse.choice import (
     BACKENDS,
     DEFAULT_TILE,
@@ -20,9 +21,10 @@ from flexsparse.choice import (
     fine_keys,
     viewable,
 )
-from flexsparse.cost import Tiles, dense_ms, gathered_ms, moved_ms, tiled_ms
+from flexsparse.cost import Counts, Gathered, Job, Pairs, Read, Tiles, predicted_ms
 from flexsparse.device import Ceilings, ceilings
 from flexsparse.grid import Grid
+from flexsparse.layout import Layout
 from flexsparse.occupancy import on_device_only
 from flexsparse.overlap import MOST_TILES, heights, tiles_met
 from flexsparse.selection import Selection
@@ -31,12 +33,14 @@ Size = tuple[int, int]
 
 
 class Way(NamedTuple):
-    """``ms`` predicted for one run, layout apart, of a backend over tiles of (rows, keys)."""
+    """``ms`` predicted for one run, layout apart, of a backend over tiles of (rows, keys); it is what
+    ``job`` would take."""
 
     ms: float
     backend: BackendName
     pack: Pack
     tile: Size
+    job: Job | None = None
 
     def __str__(self) -> str:
         where = "" if self.backend in UNTILED else f" over {self.tile[0]}x{self.tile[1]}"
@@ -69,8 +73,55 @@ def ways(
         found = [] if pack == "pack" else _all_pairs(call, grid, pack or base, tile)
     else:
         found = _selected(qkv, call, select, grid, base, pack, tile)
+    return _exact(found, call)
+
+
+def foreseen(call: Call, layout: Layout, backend: str, pack: Pack) -> list[Way]:
+    """What it takes to run over a finished layout where nothing was weighed: by ``backend``, and by what
+    else takes its tiles as they are. Reads the device once, for few queries never.
+    """
+    box = ceilings(call.device, call.dtype)
+    if backend == "decode":
+        keys = _listed_at_most(call, layout)
+        return [_way(call, Read(keys), "decode", pack, layout.block_size, box)]
+    if backend not in ("flash", "flex"):
+        return []
+    address, lists = call.program.address, layout.kv_num_blocks + layout.full_kv_num_blocks
+    heads, kv_heads = address.kernel_heads
+    whole = address.kernel_batch(layout.grid.batch) * heads / lists.shape[:2].numel()
+    column = lists.new_zeros(())
+    if call.grads and layout.columns is not None:
+        some, _, full, _ = layout.columns[:4]
+        column = (some + full).amax() * (heads // kv_heads)
+    number, row, longest = torch.stack([lists.sum(), lists.amax(), column]).tolist()
+    tiles = Tiles(number * whole, *layout.block_size, row=row, column=longest)
+    found = _tiled(call, tiles, pack, box, 0.0)
+    return _exact(found, call)
+
+
+def _exact(found: list[Way], call: Call) -> list[Way]:
+    """Those whose backend runs the call, quickest first."""
     runs = {name for name, backend in BACKENDS.items() if backend.refuses(call) is None}
-    return sorted(way for way in found if way.backend in runs)
+    return sorted((way for way in found if way.backend in runs), key=lambda way: way[:4])
+
+
+def _listed_at_most(call: Call, layout: Layout) -> float:
+    """Keys in the tiles that lists have room for, over batch and KV heads."""
+    address, grid, select = call.program.address, layout.grid, layout.select
+    keys = float(grid.kv_len)
+    if select is not None:
+        # A row of candidates is listed for all queries of its tile.
+        keys = min(keys, select.indices.shape[3] * select.kv_block * float(select.rows))
+    return grid.batch * address.kv_heads * keys
+
+
+def _way(
+    call: Call, counts: Counts, backend: BackendName, pack: Pack, tile: Size, box: Ceilings,
+    copied: float = 0.0,
+) -> Way:  # fmt: skip
+    dims = (call.head_dim, call.v_head_dim)
+    job = Job(backend, counts, dims, call.dtype.itemsize, call.grads, copied)
+    return Way(predicted_ms(job, box), backend, pack, tile, job)
 
 
 def _all_pairs(call: Call, grid: Grid, base: Pack, tile: Size | None) -> list[Way]:
@@ -85,7 +136,7 @@ def _all_pairs(call: Call, grid: Grid, base: Pack, tile: Size | None) -> list[Wa
     over = 1 + rows / grid.q_len if causal else 1.0
     tiles = Tiles(pairs * over / (rows * keys), rows, keys)
     return [
-        Way(dense_ms(pairs, _dims(call), box, grads=call.grads), "dense", base, (rows, keys)),
+        _way(call, Pairs(pairs), "dense", base, (rows, keys), box),
         *_tiled(call, tiles, base, box, 0.0),
     ]
 
@@ -125,11 +176,8 @@ def _selected(
         listed = blocks * min(select.kv_block, grid.kv_len) * most / lists
         heads_a_list = 1 if own else group
         whole = gather.by_blocks(call, select.q_block, select.kv_block, heads_a_list)
-        block = select.kv_block if whole else 1
-        ms = gathered_ms(
-            listed, block, heads_a_list, _dims(call), call.dtype.itemsize, box, grads=call.grads
-        )
-        found.append(Way(ms, "gather", base, tile or DEFAULT_TILE))
+        keys_read = Gathered(listed, select.kv_block if whole else 1, heads_a_list)
+        found.append(_way(call, keys_read, "gather", base, tile or DEFAULT_TILE, box))
     return found
 
 
@@ -164,16 +212,10 @@ def _laid(
 
 def _tiled(call: Call, tiles: Tiles, pack: Pack, box: Ceilings, copied: float) -> list[Way]:
     """By each kernel that visits tiles and takes those of this size as they are."""
-    found = []
-    for backend in (flash, flex):
+    found: list[Way] = []
+    names: tuple[BackendName, ...] = ("flash", "flex")
+    for name in names:
         size = (tiles.rows, tiles.keys)
-        if backend.tile_for(size, call) != size:
-            continue
-        ms = tiled_ms(tiles, backend.name, _dims(call), box, grads=call.grads)
-        ms += moved_ms(copied * (1 + call.grads), box) if copied else 0.0
-        found.append(Way(ms, backend.name, pack, size))
+        if BACKENDS[name].tile_for(size, call) == size:
+            found.append(_way(call, tiles, name, pack, size, box, copied))
     return found
-
-
-def _dims(call: Call) -> Size:
-    return call.head_dim, call.v_head_dim

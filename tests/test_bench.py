@@ -182,8 +182,8 @@ rows:
         "c.yaml:4:24: rows.0.blocks.length: must be at least 1, got 0",
         "c.yaml:4:44: rows.0.blocks.lenght: unknown key (did you mean 'length'?); known are heads",
         "c.yaml:5:15: rows.1.decode: heads must be a multiple of kv_heads, got 3 and 2",
-        "c.yaml:6:5: rows.2: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, linear, got none",
-        "c.yaml:7:5: rows.3: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, linear, got decode and tokens",
+        "c.yaml:6:5: rows.2: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, selector, linear, got none",
+        "c.yaml:7:5: rows.3: needs exactly one of blocks, nsa, decode, tokens, rule, ragged, selector, linear, got decode and tokens",
         "c.yaml:10:29: rows.4.rule.of.sliding_window.size: SlidingWindow size must be at least 1",
         "c.yaml:12:7: rows.4.rule.tile: must be at least 16, got 8",
     ]

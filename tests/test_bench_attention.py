@@ -197,6 +197,10 @@ def test_padding_that_does_not_fit_says_so(file: Path, monkeypatch: pytest.Monke
 
 
 def test_the_configurations_that_come_along() -> None:
+    for name in ("search", "cost_grid"):
+        rows = load(ROOT / "configs" / "bench" / f"{name}.yaml").config.rows
+        assert {row.ways for row in rows} == {"all" if name == "search" else "chosen"}
+    assert len(rows) == 60
     for name in ("training", "prefill", "decode"):
         config = load(ROOT / "configs" / "bench" / f"{name}.yaml").config
         assert config.name == name and config.checked == 256

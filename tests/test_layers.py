@@ -16,11 +16,11 @@ ROOT = PACKAGE.parent
 
 LAYERS = [
     "errors shapes trees versions grid canvas device shown",
-    "recording parameters tracing bounds rules scores kernels selection resolve",
+    "recording parameters watching tracing bounds rules scores kernels selection resolve",
     "arguments merge reference conditioning",
     "address program coverage occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",
-    "backends cost overlap choice ways fitting plan quicker planning",
+    "backends rates cost overlap choice ways fitting plan quicker planning",
     "attention modules",
     "checking samples measure",
     "viz",

@@ -34,7 +34,7 @@ def asked(work: Work, lanes: Lanes, indices: Tensor) -> Tensor | None:
         seen = _body(work, lanes, indices)(*call)
         return seen
     kind = ("asked", program.key, layout.block_size, lanes[1:], indices.shape[0] > 1)
-    seen = entered(
+    seen, _ = entered(
         kind,
         call,
         lambda: _body(work, lanes, indices),

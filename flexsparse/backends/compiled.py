@@ -30,15 +30,18 @@ def entered(
     what: Callable[[], str],
     *,
     lengths: Key = (),
-) -> Any:
-    """What the compiled function of this kind gives for ``call``: tensors, and lists of tensors.
+    together: frozenset[int] = frozenset(),
+) -> tuple[Any, Kernel]:
+    """What the compiled function of this kind gives for ``call``: tensors, and lists of tensors; and
+    the function.
 
     ``make`` gives the function where the kind is new, ``what`` says what is compiled in an error.
-    ``lengths`` is what the function knows of sizes that may otherwise vary.
+    ``lengths`` is what the function knows of sizes that may otherwise vary; ``together`` are those, counted
+    through all tensors, that vary where any does, though two calls may agree in some.
     """
-    kernel, fresh = _kept(kind, call, make, label, lengths)
+    kernel, fresh = _kept(kind, call, make, label, lengths, together)
     try:
-        return kernel(*call)
+        return kernel(*call), kernel
     except Exception as error:
         if fresh is not None:
             # What could not be compiled is not kept.
@@ -53,7 +56,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _kept(
-    kind: Key, call: Sequence[Any], make: Callable[[], Kernel], label: str, lengths: Key
+    kind: Key,
+    call: Sequence[Any],
+    make: Callable[[], Kernel],
+    label: str,
+    lengths: Key,
+    together: frozenset[int] = frozenset(),
 ) -> tuple[Kernel, Key | None]:
     """The compiled function, and its key if it is new.
 
@@ -71,7 +79,7 @@ def _kept(
     varying: tuple[int, ...] = ()
     key: Key = (*kind, lengths, sizes)
     if tensors[0].device.type != "cpu" and sizes != first:
-        varying = tuple(i for i, n in enumerate(sizes) if n != first[i])
+        varying = tuple(i for i, n in enumerate(sizes) if n != first[i] or i in together)
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None

@@ -52,7 +52,8 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
-    out, lse = flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
+    found = flex.again(work, name)
+    out, lse = found or flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
     return out, lse if lse is None else lse * _lse_unit()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexsparse.backends import Call, Work
 from flexsparse.backends.compiled import Kernel, entered
+from flexsparse.backends.routes import arguments, kernel_of, remember
 from flexsparse.layout import Layout, as_block_mask, widened
 from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.rules import MaskMod
@@ -89,6 +90,8 @@ def _decoding(work: Work, speech: Speech) -> bool:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    if (found := again(work, name)) is not None:
+        return found
     gathers = work.layout.program.gathers(work.layout.block_size)
     gathers += work.score.score.gathers if work.score else 0
     if _decoding(work, PLAIN):
@@ -114,13 +117,11 @@ def run_with(
     """The call through torch's FlexAttention, told ``options`` of its kernels."""
     layout = work.layout
     on_cpu = work.q.device.type == "cpu"
-    q, k, v = (x.detach() if on_cpu else x for x in (work.q, work.k, work.v))
-    # Without gradients the lists by column are not read; on CPU torch asks for lists at full width.
-    lists: list[Tensor] = layout.lists if work.grads else layout.lists[:4]
-    lists = widened(lists, layout.span) if on_cpu else lists
-    tables = [t.detach() for t in layout.tables]
-    learned = list(work.score_tables)
-    call = (q, k, v, lists, tables, learned)
+    call = q, k, v, lists, tables, learned = arguments(work)
+    if on_cpu:
+        # There torch asks for lists at full width.
+        q, k, v = (x.detach() for x in (q, k, v))
+        call = (q, k, v, widened(lists, layout.span), tables, learned)
     if torch.compiler.is_compiling():
         out, lse = _body(work, options, speech)(*call)
     else:
@@ -128,6 +129,15 @@ def run_with(
     if on_cpu and q.shape[2] == 1:
         out = _clear_unlisted(out, layout)
     return out, lse
+
+
+def again(work: Work, by: str) -> tuple[Tensor, Tensor | None] | None:
+    """What the kernel gives that has run such work before, if one has."""
+    kernel = kernel_of(work, by)
+    if kernel is None:
+        return None
+    found: tuple[Tensor, Tensor | None] = kernel(*arguments(work))
+    return found
 
 
 def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
@@ -262,14 +272,15 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
         if options["fwd_BLOCK_M"] == 16:
             # Four warps would share one row of tensor cores' tiles.
             options["fwd_num_warps"] = 2
-    if q.shape[2] % q_tile or k.shape[2] % kv_tile:
+    one_tile = max(q.shape[2], k.shape[2]) <= TRAINING_TILE
+    if one_tile or q.shape[2] % q_tile or k.shape[2] % kv_tile:
         # torch drops its bounds checks for lengths in whole 128s, whatever the tile.
         options["IS_DIVISIBLE"] = False
     elif not (q.shape[2] % 128 or k.shape[2] % 128):
         # And keeps them where it compiles for lengths that vary: a quarter of a backward's time.
         options["IS_DIVISIBLE"] = True
-    if q.shape[2] < DECODE_ROWS:
-        options["FORCE_USE_FLEX_ATTENTION"] = True
+    # Also where queries are many: torch would ask for their number, and compile anew for few.
+    options["FORCE_USE_FLEX_ATTENTION"] = True
     return options
 
 
@@ -309,10 +320,22 @@ def _enter(
             f"{work.q.device}"
         )
 
-    found: tuple[Tensor, Tensor | None] = entered(
-        kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,)
-    )
+    found: tuple[Tensor, Tensor | None]
+    found, kernel = entered(
+        kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,),
+        together=_lengths(call[3]),
+    )  # fmt: skip
+    remember(work, "flash" if options.get("BACKEND") == "FLASH" else name, kernel)
     return found
+
+
+def _lengths(lists: list[Tensor]) -> frozenset[int]:
+    """Where among the sizes of a call those of q, k and v and of the lists follow the lengths."""
+    place, found = 12, [2, 6, 10]
+    for x in lists:
+        found += range(place + 2, place + x.ndim)
+        place += x.ndim
+    return frozenset(found)
 
 
 def _clear_unlisted(out: Tensor, layout: Layout) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flexsparse.choice import BackendName, Pack
-from flexsparse.experiment.build import build_rule
+from flexsparse.experiment.build import build_rule, build_selector
 from flexsparse.experiment.config import Positive, Strict
 from flexsparse.experiment.load import judged, refuse_repeated
 from flexsparse.experiment.source import Source, dump
@@ -18,6 +18,7 @@ from flexsparse.masks.causal import Causal
 from flexsparse.measure.attention_peers import PeerName
 from flexsparse.measure.baselines import BASELINES, Name
 from flexsparse.rules import MaskRule
+from flexsparse.selectors.base import Selector
 
 Tile = Annotated[int, Field(ge=16)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -46,8 +47,8 @@ class Tail(Strict):
 
 
 class Blocks(Heads):
-    """Block top-k, causal: ``keep`` blocks of ``kv_block`` keys for each ``q_block`` queries and KV
-    head, the own block among them. ``training`` makes lists by column too. With a ``tail`` some rows
+    """Block top-k: ``keep`` blocks of ``kv_block`` keys for each ``q_block`` queries and KV
+    head, the own block among them, causal inside it or else whole. ``training`` makes lists by column too. With a ``tail`` some rows
     keep many more."""
 
     length: Positive
@@ -57,6 +58,7 @@ class Blocks(Heads):
     tail: Tail | None = None
     tile: Tile | None = None
     training: bool = True
+    causal: bool = True
 
 
 class Nsa(Heads):
@@ -132,6 +134,16 @@ class Ragged(Heads):
         return self
 
 
+class Chosen(Heads):
+    """Candidates that a selector, named as in an experiment, finds in normal q and k, causal; finding
+    them is not timed."""
+
+    of: Any
+    length: Positive
+    tile: Tile | None = None
+    training: bool = False
+
+
 class Linear(Heads):
     """Block top-k as above with one budget after the other: does time follow the tiles?"""
 
@@ -143,7 +155,9 @@ class Linear(Heads):
 
 
 class Row(Strict):
-    """One problem, of one kind. ``attention`` also times attention over it, against dense.
+    """One problem, of one kind. ``attention`` also times attention over it, against dense. With ``ways``
+    nothing else is done: the plan's choice, or every way to run the problem, is timed beside what was
+    predicted for it.
 
     ``backend`` and ``pack`` are make_plan's; of several backends each gets a record. ``peers`` are those
     of the configuration, where none are given.
@@ -157,8 +171,11 @@ class Row(Strict):
     tokens: Tokens | None = None
     rule: RuleAlone | None = None
     ragged: Ragged | None = None
+    selector: Chosen | None = None
     linear: Linear | None = None
     attention: bool = False
+    ways: Literal["chosen", "all"] | None = None
+    head_dim: Positive | None = None
     backend: BackendName | Annotated[list[BackendName], Field(min_length=1)] | None = None
     pack: Pack | None = None
     peers: list[PeerName] | None = None
@@ -170,6 +187,8 @@ class Row(Strict):
             raise ValueError(
                 f"needs exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}"
             )
+        if self.ways and (self.attention or self.linear):
+            raise ValueError("has ways: leave attention out, and give another kind than linear")
         return self
 
     @property
@@ -187,8 +206,8 @@ class Row(Strict):
         return asked if isinstance(asked, list) else [asked]
 
 
-Form = Blocks | Nsa | Decode | Tokens | RuleAlone | Ragged | Linear
-KINDS = ("blocks", "nsa", "decode", "tokens", "rule", "ragged", "linear")
+Form = Blocks | Nsa | Decode | Tokens | RuleAlone | Ragged | Chosen | Linear
+KINDS = ("blocks", "nsa", "decode", "tokens", "rule", "ragged", "selector", "linear")
 
 
 class Config(Strict):
@@ -215,24 +234,31 @@ class Config(Strict):
 
 @dataclass(frozen=True)
 class Bench:
-    """A configuration that holds together, with the rule of each of its rows."""
+    """A configuration that holds together, with the rule and the selector of each of its rows; ``file``
+    and ``overrides`` are what it was read from."""
 
     config: Config
     rules: tuple[MaskRule | None, ...]
+    selectors: tuple[Selector | None, ...]
     source: Source
+    file: Path | str
+    overrides: tuple[str, ...]
 
 
 def load(file: Path | str, overrides: Iterable[str] = ()) -> Bench:
     """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
+    overrides = tuple(overrides)
     source, config = judged(file, overrides, Config)
     data = source.data if isinstance(source.data, Mapping) else {}
     rows = data.get("rows")
-    rules = [_rule(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
+    given = list(enumerate(rows if type(rows) is list else []))
+    rules = [_rule(row, i, source) for i, row in given]
+    selectors = [_selector(row, i, source) for i, row in given]
     if config is not None:
         refuse_repeated(rows, source)
     source.raise_noted()
     assert config is not None
-    return Bench(config, tuple(rules), source)
+    return Bench(config, tuple(rules), tuple(selectors), source, file, overrides)
 
 
 def _rule(row: object, i: int, source: Source) -> MaskRule | None:
@@ -241,4 +267,14 @@ def _rule(row: object, i: int, source: Source) -> MaskRule | None:
     alone = given.get("rule")
     if isinstance(alone, dict) and alone.get("of") is not None:
         return build_rule(alone["of"], ("rows", i, "rule", "of"), source)
-    return None if "decode" in given else Causal()
+    blocks = given.get("blocks")
+    whole = isinstance(blocks, dict) and blocks.get("causal") is False
+    return None if whole or "decode" in given else Causal()
+
+
+def _selector(row: object, i: int, source: Source) -> Selector | None:
+    """The selector of a row; what is wrong with it is noted."""
+    found = row.get("selector") if isinstance(row, dict) else None
+    if not isinstance(found, dict) or found.get("of") is None:
+        return None
+    return build_selector(found["of"], ("rows", i, "selector", "of"), source)

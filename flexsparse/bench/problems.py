@@ -9,6 +9,7 @@ import torch
 
 from flexsparse.bench.config import (
     Blocks,
+    Chosen,
     Config,
     Decode,
     Form,
@@ -33,15 +34,23 @@ from flexsparse.measure.draws import (
 from flexsparse.measure.problem import Problem
 from flexsparse.parameters import moved
 from flexsparse.rules import MaskRule
+from flexsparse.selectors.base import Selector
 from flexsparse.shapes import ceil_div
 
 
-def problem(row: Row, rule: MaskRule | None, config: Config, device: torch.device) -> Problem:
+def problem(
+    row: Row,
+    rule: MaskRule | None,
+    config: Config,
+    device: torch.device,
+    selector: Selector | None = None,
+) -> Problem:
     """Drawn from the configuration's seed, on the device."""
     of: Form = row.of
     draw = torch.Generator(device).manual_seed(config.seed)
     heads = (of.heads, of.kv_heads)
-    common = (heads, config.head_dim, getattr(torch, config.dtype), device, moved(rule, device))
+    head_dim = row.head_dim or config.head_dim
+    common = (heads, head_dim, getattr(torch, config.dtype), device, moved(rule, device))
     match of:
         case Blocks():
             return _blocks(of, common, draw)
@@ -74,6 +83,14 @@ def problem(row: Row, rule: MaskRule | None, config: Config, device: torch.devic
             )  # fmt: skip
         case Ragged():
             return _ragged(of, common[:4])
+        case Chosen():
+            assert selector is not None
+            plain = Problem(Grid(of.length, of.length), *common, tile=of.tile, training=of.training)
+            q, k, _ = (x.detach() for x in plain.qkv(config.seed))
+            found = selector.select(q, k, plain.grid, plain.rule)
+            return replace(
+                plain, indices=found.indices, q_block=found.q_block, kv_block=found.kv_block
+            )
         case Linear():
             raise ArgumentError("a linear row stands for several problems: ask for `budgets`")
         case _:
@@ -98,8 +115,9 @@ def _blocks(of: Blocks, common: tuple[*Common, MaskRule | None], draw: torch.Gen
     def keeping(keep: int | torch.Tensor) -> Problem:
         indices = past_blocks(of.length, of.kv_heads, *blocks, keep, draw)
         return Problem(
-            Grid(of.length, of.length), *common, indices, *blocks, of.tile, training=of.training
-        )
+            Grid(of.length, of.length), *common, indices, *blocks, of.tile, training=of.training,
+            causal=of.causal,
+        )  # fmt: skip
 
     if of.tail is None:
         return keeping(of.keep)

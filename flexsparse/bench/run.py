@@ -29,18 +29,24 @@ from flexsparse.measure.decoding import steps
 from flexsparse.measure.delivery import attended, dense_ms
 from flexsparse.measure.judged import judged
 from flexsparse.measure.linear import fitted
+from flexsparse.measure.problem import Problem
 from flexsparse.measure.timed import forward_ms
+from flexsparse.measure.tried import tried
 from flexsparse.measure.uneven import uneven
 from flexsparse.rules import MaskRule
+from flexsparse.selectors.base import Selector
 
 Record = dict[str, Any]
 Told = Callable[[Record], None]
 
 
-def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[Record]:
+def run(
+    bench: Bench, out: Path, told: Told = lambda record: None, workers: int = 0
+) -> list[Record]:
     """Runs all rows and leaves config.yaml, environment.json and rows.jsonl in ``out``.
 
-    What stood there is replaced. ``told`` hears of each row as it is finished.
+    What stood there is replaced. ``told`` hears of each row as it is finished. ``workers`` processes
+    share the rows, where there are any: they compile at once, and then take turns on the device.
     """
     config = bench.config
     device = _device(bench)
@@ -48,18 +54,38 @@ def run(bench: Bench, out: Path, told: Told = lambda record: None) -> list[Recor
     around = environment(device) | {"ceilings": limits._asdict(), "packages": _packages()}
     texts = {"config.yaml": config.as_yaml(), "environment.json": json.dumps(around, indent=2)}
     open_folder(out, texts)
+    from flexsparse.bench.workers import shared
+
     records = []
-    for row, rule in zip(config.rows, bench.rules, strict=True):
-        for found in run_row(row, rule, config, device, limits):
-            record = plain(found)
-            append(out / "rows.jsonl", record)
-            records.append(record)
-            told(record)
+    for record in (
+        shared(bench, device, limits, workers) if workers else every(bench, device, limits)
+    ):
+        append(out / "rows.jsonl", record)
+        records.append(record)
+        told(record)
     return records
 
 
+def every(bench: Bench, device: torch.device, limits: Ceilings) -> Iterator[Record]:
+    """The records of all rows, one after the other."""
+    for i in range(len(bench.config.rows)):
+        yield from one(bench, i, device, limits)
+
+
+def one(bench: Bench, i: int, device: torch.device, limits: Ceilings) -> Iterator[Record]:
+    """The records of row ``i``, as JSON has them."""
+    row, given = bench.config.rows[i], (bench.rules[i], bench.selectors[i])
+    for found in run_row(row, given[0], bench.config, device, limits, given[1]):
+        yield plain(found)
+
+
 def run_row(
-    row: Row, rule: MaskRule | None, config: Config, device: torch.device, limits: Ceilings
+    row: Row,
+    rule: MaskRule | None,
+    config: Config,
+    device: torch.device,
+    limits: Ceilings,
+    selector: Selector | None = None,
 ) -> Iterator[Record]:
     """What stands in ``rows.jsonl`` for this row, a record for each of its backends; ``status`` is ok,
     refused (by a backend that was asked for by name), wrong or failed.
@@ -87,12 +113,17 @@ def run_row(
             "peers": [],
             "uneven": None,
             "linear": None,
+            "ways": None,
         }
         try:
             if row.kind == "linear":
                 _line(record, row, rule, config, device, backend)
+            elif row.ways is not None:
+                given = problem(row, rule, config, device, selector)
+                _ways(record, given, row.ways == "all", config)
             else:
-                _fill(record, beside, row, rule, config, device, limits, backend)
+                given = problem(row, rule, config, device, selector)
+                _fill(record, beside, row, given, config, limits, backend)
         except BackendError as why:
             record |= {"status": "failed" if backend == "auto" else "refused", "error": str(why)}
         except Exception as error:
@@ -110,14 +141,12 @@ def _fill(
     record: Record,
     beside: Record,
     row: Row,
-    rule: MaskRule | None,
+    given: Problem,
     config: Config,
-    device: torch.device,
     limits: Ceilings,
     backend: BackendName,
 ) -> None:
     """The record of one backend, filled as far as it gets."""
-    given = problem(row, rule, config, device)
     made = conversion(
         given, attention=row.attention, seed=config.seed, backend=backend, pack=row.pack
     )
@@ -141,6 +170,14 @@ def _fill(
         found["steps"] = steps(made)
     if given.even is not None:
         record["uneven"] = uneven(made, found, config.seed, backend, row.pack)
+
+
+def _ways(record: Record, given: Problem, every: bool, config: Config) -> None:
+    """The choice, or every way, beside what was predicted."""
+    found = tried(given, config.seed, config.checked, every=every)
+    record["ways"] = found
+    if found["wrong"] is not None:
+        record |= {"status": "wrong", "error": found["wrong"]}
 
 
 def _line(

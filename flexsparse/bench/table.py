@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flexsparse.bench.attention_tables import attention_tables
 from flexsparse.bench.form import Record, table
+from flexsparse.bench.way_tables import way_tables
 from flexsparse.experiment.table import NOTHING, number
 
 OURS = "flexsparse"
@@ -20,7 +21,12 @@ _TIMES = {"eager_ms": "eager", "wall_ms": "wall", "graph_ms": "graph"}
 def print_tables(records: list[Record], console: Console) -> None:
     """The answer first, where attention was timed; then every row beside each baseline, and what
     went wrong or was refused."""
-    for made in (*attention_tables(records), _conversion(records), _bytes(records)):
+    for made in (
+        *attention_tables(records),
+        *way_tables(records),
+        _conversion(records),
+        _bytes(records),
+    ):
         if made.row_count:
             console.print(made)
     for record in records:

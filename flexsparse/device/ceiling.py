@@ -25,13 +25,28 @@ class Ceilings(NamedTuple):
 
 def ceilings(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
     """The ceilings of ``device`` for matrices of ``dtype``, measured on first use in a process."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _indexed(torch.device(device))
+    if (told := _known.get((device, dtype))) is not None:
+        return told
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Ceilings(_copy(device), _matmul(device, dtype), processors)
+
+
+# By device and dtype, as measured by another process.
+_known: dict[tuple[torch.device, torch.dtype], Ceilings] = {}
+
+
+def know(device: torch.device, dtype: torch.dtype, found: Ceilings) -> None:
+    """Takes the ceilings of ``device`` from who measured them while it was idle."""
+    _known[_indexed(device), dtype] = found
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @cache

@@ -79,10 +79,12 @@ def attn_gym(made: Conversion) -> Rival:
         return vsa.create_vsa_block_mask(indices, tile, columns)
 
     once = mask()
+    note = "from indices without -1; KV heads folded by hand"
+    if problem.rule is not None:
+        note += "; not causal within own blocks"
     return Rival(
-        (q, k, v), lambda q, k, v: flex(q, k, v, mask()), lambda q, k, v: flex(q, k, v, once),
-        "from indices without -1; not causal within own blocks, KV heads folded by hand",
-    )  # fmt: skip
+        (q, k, v), lambda q, k, v: flex(q, k, v, mask()), lambda q, k, v: flex(q, k, v, once), note
+    )
 
 
 def flashinfer(made: Conversion) -> Rival:
@@ -101,8 +103,11 @@ def flashinfer(made: Conversion) -> Rival:
         return ready(q, k, v)
 
     q, k, v = (x.flatten(0, 1) for x in qkv)
-    note = "from indices: scatter, plan, run; not causal within own blocks"
-    return Rival((q, k, v), attend, ready, note, no_backward="it has no backward")
+    note = "from indices: scatter, plan, run"
+    back: Callable[[Tensor], Tensor] | None = lambda out: out.view_as(qkv[0])  # noqa: E731
+    if problem.rule is not None:
+        note, back = f"{note}; not causal within own blocks", None
+    return Rival((q, k, v), attend, ready, note, back, no_backward="it has no backward")
 
 
 PEERS: dict[PeerName, Callable[[Conversion], Rival]] = {

@@ -18,6 +18,14 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write, by default results/NAME.")
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Processes that compile for rows with ways before any is timed.",
+        ),
+    ] = 0,
 ) -> int:
     """Time the conversion of a YAML file's problems beside what others do.
 
@@ -39,7 +47,7 @@ def bench(
         by = "" if record["asked"] == "auto" else f" by {record['asked']}"
         typer.echo(f"{next(done)}/{count_of} {record['name']}{by}: {record['status']}", err=True)
 
-    records = running.run(made, folder, told)
+    records = running.run(made, folder, told, workers)
     # Where nobody says how wide the page is, as in a log, the tables decide.
     print_tables(records, Console() if sys.stdout.isatty() else Console(width=160))
     typer.echo(f"{folder / 'rows.jsonl'}")

@@ -1,0 +1,192 @@
+"""What the host does for a call: around the compiled function, at the front door, and the first time.
+
+    python -m flexsparse.measure.host
+
+prints the median µs of each; the first calls stand in processes of their own, with empty caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexsparse.attention import attention
+from flexsparse.backends import Work
+from flexsparse.backends.routes import arguments, kernel_of
+from flexsparse.checking import check
+from flexsparse.choice import BackendName
+from flexsparse.errors import BackendError
+from flexsparse.layout import Layout
+from flexsparse.masks.causal import Causal
+from flexsparse.masks.sliding_window import SlidingWindow
+from flexsparse.plan import Plan
+from flexsparse.planning import make_plan
+from flexsparse.selection import Selection
+
+QKV = tuple[Tensor, Tensor, Tensor]
+_CALLS = 300
+
+
+def host_us(call: Callable[[], object], device: torch.device) -> float:
+    """Median µs of a call until it returns; the device is given time to keep up."""
+    took = []
+    for i in range(_CALLS):
+        if i % 20 == 0 and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begun)
+    return 1e6 * sorted(took)[len(took) // 2]
+
+
+def inputs(device: torch.device, dtype: torch.dtype) -> QKV:
+    """So short that the device waits for the host."""
+    draw = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, 512, 64, device=device, dtype=dtype, generator=draw) for h in (4, 2, 2)
+    )
+    return q, k, v
+
+
+def selection(device: torch.device) -> Selection:
+    indices = torch.arange(4, device=device)[:, None].expand(1, 2, 4, 2) - torch.arange(
+        2, device=device
+    )
+    return Selection.from_indices(
+        indices, kv_len=512, q_len=512, kv_block=128, q_block=128, out_of_range="drop"
+    )
+
+
+def around(device: torch.device, dtype: torch.dtype, backend: BackendName) -> list[dict[str, Any]]:
+    """Rows of ``what``, ``us`` and, where the bare compiled function is known, ``over`` it."""
+    q, k, v = inputs(device, dtype)
+    found: list[dict[str, Any]] = []
+    rule = Causal() & SlidingWindow(200)
+    cases: dict[str, Selection | None] = {"rule": None, "rule and selection": selection(device)}
+    with torch.no_grad():
+        for name, select in cases.items():
+            plan = make_plan(q, k, v, rule=rule, select=select, backend=backend)
+            layout = plan.layout(select)
+            plan.run(q, k, v, layout)
+            run = host_us(lambda p=plan, la=layout: p.run(q, k, v, la), device)  # type: ignore[misc]
+            bare = _bare_us(plan, layout, (q, k, v), device)
+            found.append({"what": f"plan.run, {name}", "us": run, "over": bare and run - bare})
+            front = host_us(
+                lambda s=select: attention(q, k, v, rule=rule, select=s, backend=backend),  # type: ignore[misc]
+                device,
+            )
+            found.append({"what": f"attention, {name}", "us": front, "over": bare and front - bare})
+    return found
+
+
+def _bare_us(plan: Plan, layout: Layout, qkv: QKV, device: torch.device) -> float | None:
+    """The compiled function alone, with its arguments at hand."""
+    q, k, v = (plan.address.pack(x, name) for x, name in zip(qkv, ("q", "k", "v"), strict=True))
+    work = Work(q, k, v, layout, None, [], plan.scale, False, False)
+    kernel, given = kernel_of(work, plan.backend), arguments(work)
+    return None if kernel is None else host_us(lambda: kernel(*given), device)
+
+
+# Kinds of calls, as (backend, whether with backward); each is compiled by itself.
+FIRST: dict[str, tuple[BackendName, bool]] = {
+    "rule": ("auto", False),
+    "rule by flex": ("flex", False),
+    "rule and backward": ("auto", True),
+    "blocks and backward": ("auto", True),
+    "blocks by flex and backward": ("flex", True),
+    "packed tokens": ("flex", False),
+    "packed tokens and backward": ("flex", True),
+    "gather and backward": ("gather", True),
+    "decode": ("auto", False),
+    "score and backward": ("auto", True),
+}
+
+
+def first_s(kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Seconds of the first call of a kind in this process, and whether its answer is right."""
+    backend, grads = FIRST[kind]
+    q, k, v = (x.requires_grad_(grads) for x in inputs(device, dtype))
+    options: dict[str, Any] = {"rule": Causal() & SlidingWindow(200), "backend": backend}
+    if kind.startswith("blocks"):
+        options["select"] = selection(device)
+    elif kind.startswith(("packed", "gather")):
+        own = torch.arange(512, device=device) // 64
+        indices = torch.stack([own, torch.zeros_like(own)], -1).expand(1, 2, -1, -1)
+        options["select"] = Selection.from_indices(indices, kv_len=512, q_len=512, kv_block=64)
+        options["pack"] = "pack" if kind.startswith("packed") else None
+    elif kind == "decode":
+        q = q[:, :, -1:].contiguous()
+    elif kind.startswith("score"):
+        options["score"] = lambda s, b, h, q_idx, kv_idx: s + (kv_idx - q_idx) * 0.01
+    torch.empty(1, device=device)
+    begun = time.perf_counter()
+    out = attention(q, k, v, **options)
+    if grads:
+        torch.autograd.grad(out.sum(), (q, k, v))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took = time.perf_counter() - begun
+    report = check(*(x.detach() for x in (q, k, v)), grads=grads, **options)
+    plan = make_plan(q, k, v, **options)
+    return {"kind": kind, "by": plan.backend, "s": took, "ok": report.ok, "detail": report.detail}
+
+
+def cold(kinds: Sequence[str], at_once: int = 5) -> list[dict[str, Any]]:
+    """`first_s` of each kind in a process with empty caches, some at a time."""
+    found, left = [], list(kinds)
+    running: list[tuple[str, subprocess.Popen[str], tempfile.TemporaryDirectory[str]]] = []
+    while left or running:
+        while left and len(running) < at_once:
+            folder = tempfile.TemporaryDirectory()
+            caches = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder.name}/torch", "TRITON_CACHE_DIR": f"{folder.name}/triton"
+            }  # fmt: skip
+            kind = left.pop(0)
+            command = [sys.executable, "-m", "flexsparse.measure.host", kind]
+            process = subprocess.Popen(
+                command, env=os.environ | caches, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )  # fmt: skip
+            running.append((kind, process, folder))
+        kind, process, folder = running.pop(0)
+        out, error = process.communicate()
+        failed = {"kind": kind, "by": None, "s": None, "ok": False, "detail": error[-300:]}
+        found.append(failed if process.returncode else json.loads(out.splitlines()[-1]))
+        folder.cleanup()
+    return found
+
+
+def main(asked: Sequence[str]) -> None:
+    on_cuda = torch.cuda.is_available()
+    device, dtype = (
+        (torch.device("cuda"), torch.bfloat16) if on_cuda else (torch.device("cpu"), torch.float32)
+    )
+    if asked:
+        print(json.dumps(first_s(asked[0], device, dtype)))
+        return
+    names: tuple[BackendName, ...] = ("flash", "flex") if on_cuda else ("tiles",)
+    for backend in names:
+        try:
+            rows = around(device, dtype, backend)
+        except BackendError as why:
+            print(f"{backend}: {why}")
+            continue
+        for row in rows:
+            over = "" if row["over"] is None else f", {row['over']:.0f} over the compiled function"
+            print(f"{backend}: {row['what']}: {row['us']:.0f} us{over}")
+    for row in cold(list(FIRST)):
+        took = "failed" if row["s"] is None else f"{row['s']:.1f} s"
+        right = "right" if row["ok"] else f"WRONG: {row['detail']}"
+        print(f"first call, {row['kind']} ({row['by']}): {took}, {right}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
