@@ -23,5 +23,6 @@ def seen_bits(candidates: Candidates, k: Tensor) -> Tensor | None:
         return seen
 
     call = (candidates.indices, k.detach(), list(candidates.tables))
-    bits: Tensor = entered(kind, call, make, f"seen/{facts.rule.key}", lambda: "seen keys")
+    bits: Tensor
+    bits, _ = entered(kind, call, make, f"seen/{facts.rule.key}", lambda: "seen keys")
     return bits
