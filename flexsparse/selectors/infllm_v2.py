@@ -73,14 +73,12 @@ class InfLLMv2(Selector):
         return super().select(q, k, grid, rule)
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        count = grid.shape(self.q_block, self.block)[1]
-        start = 1 - self.length // self.stride
         worth = self._windows.mass(
-            q, windows(k, self.length, self.stride).mean(3), grid, q_block=self.q_block,
-            heads=self.heads, scale=self.scale,
-            then=lambda mass: self._windows.around(mass, count, start).amax(-1),
+            q, windows(k, self.length, self.stride).mean(3), grid, "max",
+            start=1 - self.length // self.stride, q_block=self.q_block, heads=self.heads,
+            scale=self.scale,
         )  # fmt: skip
-        return worth.masked_fill(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
+        return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     def forced(self, grid: Grid, device: torch.device) -> Tensor:
         local = self.local + (self.own_block == "beside")
