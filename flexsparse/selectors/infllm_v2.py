@@ -73,10 +73,13 @@ class InfLLMv2(Selector):
         return super().select(q, k, grid, rule)
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.importance(q, windows(k, self.length, self.stride).mean(3), grid)
+
+    def importance(self, q: Tensor, compressed: Tensor, grid: Grid) -> Tensor:
+        """``[B, H, R, C]`` from one key a window, ``compressed [B, Hkv, N, D]``; the future is -inf."""
         worth = self._windows.mass(
-            q, windows(k, self.length, self.stride).mean(3), grid, "max",
-            start=1 - self.length // self.stride, q_block=self.q_block, heads=self.heads,
-            scale=self.scale,
+            q, compressed, grid, "max", start=1 - self.length // self.stride, q_block=self.q_block,
+            heads=self.heads, scale=self.scale,
         )  # fmt: skip
         return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 

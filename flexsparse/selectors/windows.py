@@ -20,6 +20,7 @@ from flexsparse.selectors.base import Heads, sharing
 def windows(x: Tensor, length: int, stride: int) -> Tensor:
     """``[B, H, S, D]`` -> ``[B, H, N, length, D]``, without a copy.
 
+    >>> import torch
     >>> windows(torch.arange(6.0).view(1, 1, 6, 1), 4, 2).flatten(3)[0, 0].tolist()
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
