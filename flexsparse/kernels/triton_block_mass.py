@@ -13,11 +13,13 @@ from flexsparse.kernels.block_mass import Around
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 _LOG2_E = 1.4426950408889634
-# Pairs of a query and a head, and windows, that a program multiplies at once.
-_PAIRS = 128
+# Pairs of a query and a head, and windows, that a program multiplies at once; queries among them.
+_PAIRS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+_TOKENS = 16
 _WINDOWS = 64
 _FEWEST = 16
-_MOST_CHANNELS = 256
+# The channels of a query or key, so that tiles fit into shared memory.
+_MOST_BYTES = 512
 # Steps over windows that one program takes before another goes on.
 _STEPS = 64
 
@@ -163,10 +165,9 @@ def _block_mass(
 
 
 def suits(q: Tensor, keys: Tensor, around: list[int]) -> bool:
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
     of = Around(*around)
-    fits = q.shape[-1] <= _MOST_CHANNELS and of.width <= _WINDOWS and of.step <= _WINDOWS
-    return fits and q.dtype == keys.dtype and q.dtype in kinds and keys.shape[2] > 0
+    fits = q.shape[-1] * q.element_size() <= _MOST_BYTES and of.width <= _WINDOWS
+    return fits and q.dtype == keys.dtype and q.dtype in _PAIRS and keys.shape[2] > 0
 
 
 def launch(
@@ -182,7 +183,7 @@ def launch(
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     mass = torch.empty((batch, lists, rows, blocks), dtype=torch.float32, device=q.device)
     shared = next_power_of_two(share)
-    tokens = max(1, _PAIRS // shared, _FEWEST // shared)
+    tokens = max(1, min(_TOKENS, _PAIRS[q.dtype] // shared))
     tokens = min(tokens, max(ceil_div(_FEWEST, shared), next_power_of_two(q_len)))
     given = (*q.stride()[:3], *keys.stride()[:3], 0 if len(position) == 1 else position.stride(0))
     both = {

@@ -15,7 +15,8 @@ from flexsparse.shapes import ceil_div, next_power_of_two
 _PAIRS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 _COLUMNS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 _FEWEST = 16
-_MOST_CHANNELS = 256
+# The channels of a query or key, so that tiles fit into shared memory.
+_MOST_BYTES = 512
 
 
 @triton.jit
@@ -86,8 +87,8 @@ def _row_peaks(
 
 
 def suits(q: Tensor, low: Tensor) -> bool:
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return q.dtype in kinds and low.dtype in kinds and q.shape[-1] <= _MOST_CHANNELS
+    size = q.element_size() if q.dtype == low.dtype else 4
+    return q.dtype in _PAIRS and low.dtype in _PAIRS and q.shape[-1] * size <= _MOST_BYTES
 
 
 def launch(
@@ -107,8 +108,8 @@ def launch(
     pairs = queries * shared
     at_once = max(ceil_div(_FEWEST, pairs), min(most // pairs, next_power_of_two(rows)), 1)
     few = at_once * pairs == _FEWEST
-    if few:
-        # Decoding: little to multiply, all the more programs read.
+    if few or dim * q.element_size() > _MOST_BYTES // 2:
+        # Decoding: little to multiply, all the more programs read. Or many channels beside few columns.
         side = min(side, 64)
     grid = (ceil_div(rows, at_once) * ceil_div(columns, side), batch * lists)
     kernel: Any = _row_peaks

@@ -13,7 +13,9 @@ from flexsparse.shapes import ceil_div, next_power_of_two
 
 # One row must fit into the registers of a program.
 MOST = 2**15
-_NUMBERS_A_WARP = 1024
+_MOST_A_WARP = 1024
+# Fewer leave room for more programs at once.
+_NUMBERS_A_PROGRAM = 512
 # Below it a program takes one row, so that all multiprocessors have some.
 _FEW_ROWS = 4096
 
@@ -92,8 +94,8 @@ def launch(
     if total == 0:
         return chosen
     padded = next_power_of_two(columns)
-    warps = max(1, padded // _NUMBERS_A_WARP)
-    at_once = 1 if total <= _FEW_ROWS else max(1, min(32, _NUMBERS_A_WARP // padded))
+    warps = max(1, padded // _MOST_A_WARP)
+    at_once = 1 if total <= _FEW_ROWS else max(1, min(32, _NUMBERS_A_PROGRAM // padded))
     reached, first = (score if x is None else x.expand(score.shape) for x in (reach, forced))
     counted = score if count is None else count.expand(score.shape[:3]).contiguous()
     kernel: Any = _top_k
