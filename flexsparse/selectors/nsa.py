@@ -34,7 +34,8 @@ class NSA(Selector):
     ``length`` and ``stride``: of the windows that are compressed, l and d in the paper; both ``length``
     and ``block`` (l') are multiples of ``stride``. ``keep`` (n) counts the forced blocks: the ``first`` of
     the sequence, and of each query the ``local`` last, its own among them. Blocks of the future are
-    hidden whatever the rule. A row of several queries adds up what each of them finds.
+    hidden whatever the rule. A row of several queries adds up what each of them finds. A compressed
+    key has the precision of the keys; what is made of it is at least fp32.
 
     ``alignment``: which windows speak for a block. ``"overlap"``: those that share keys with it, by how
     many strides they share, as public kernels do; ``"paper"``: equation 9 to the letter, whose window
