@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexsparse.kernels.parts import PAIRS_AT_ONCE
 from flexsparse.rules import MaskMod
 from flexsparse.shapes import ceil_div
-
-# Pairs evaluated at once: enough to fill the device, little beside the tensors of a call.
-PAIRS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 
 
 class Span(NamedTuple):

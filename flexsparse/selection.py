@@ -84,6 +84,13 @@ class Selection(Shown):
         unique = sorted_unique(indices, candidates, _width(indices, candidates))
         return Selection._whole(unique, q_len, kv_len, q_block, kv_block)
 
+    @staticmethod
+    def of_sets(
+        indices: Tensor, *, kv_len: int, q_len: int, kv_block: int, q_block: int
+    ) -> Selection:
+        """int32 ``[B, H, R, K]`` that are sets already: inside, rising, then -1. Nothing is judged."""
+        return Selection._whole(indices, q_len, kv_len, q_block, kv_block)
+
     def __post_init__(self) -> None:
         # Made by hand: held to what from_indices holds it to.
         judged = Selection.from_indices(

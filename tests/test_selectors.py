@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexsparse as fs
+from flexsparse.kernels.parts import PAIRS_AT_ONCE
 from flexsparse.masks import Causal, SlidingWindow
 from flexsparse.selectors import MSA, NSA, InfLLMv2, MoBA, SpargeAttn
-from flexsparse.selectors.visible import PAIRS_AT_ONCE
 
 HQ, HKV, DIM = 4, 2, 8
 SHARING = {"query": [[0], [1], [2], [3]], "kv": [[0, 1], [2, 3]], "shared": [[0, 1, 2, 3]]}

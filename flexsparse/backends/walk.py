@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexsparse.coverage import PAIRS_AT_ONCE, Span
+from flexsparse.coverage import Span
+from flexsparse.kernels.parts import PAIRS_AT_ONCE
 from flexsparse.program import ScoreProgram, mask_of, score_of
 from flexsparse.rules import MaskMod
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexsparse.coverage import PAIRS_AT_ONCE, Span, cover
+from flexsparse.coverage import Span, cover
+from flexsparse.kernels.parts import PAIRS_AT_ONCE
 from flexsparse.rules import MaskMod
 
 # Keys in a row that are asked first, from the middle of a tile: patterns repeat within few.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.grid import Grid
+from flexsparse.kernels.top_k import top_k
 from flexsparse.rules import MaskRule
 from flexsparse.selection import Selection
 
@@ -43,21 +44,26 @@ class Problem:
 
     def select(self) -> Selection | None:
         """The Selection of the raw indices; on the device alone."""
-        return None if self.indices is None else self._selection(self.indices)
-
-    def select_anew(self) -> Selection:
-        """The same from the scores: the best of each row first."""
-        assert self.scores is not None and self.indices is not None
-        return self._selection(self.scores.topk(self.indices.shape[-1], dim=-1).indices)
-
-    def _selection(self, indices: Tensor) -> Selection:
+        if self.indices is None:
+            return None
         return Selection.from_indices(
-            indices,
+            self.indices,
             kv_len=self.grid.kv_len,
             q_len=self.grid.q_len,
             kv_block=self.kv_block,
             q_block=self.q_block,
             out_of_range="drop",
+        )
+
+    def select_anew(self) -> Selection:
+        """The same from the scores: the best of each row first."""
+        assert self.scores is not None and self.indices is not None
+        return Selection.of_sets(
+            top_k(self.scores, self.indices.shape[-1]),
+            kv_len=self.grid.kv_len,
+            q_len=self.grid.q_len,
+            kv_block=self.kv_block,
+            q_block=self.q_block,
         )
 
     def qkv(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:

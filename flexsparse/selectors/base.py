@@ -13,9 +13,10 @@ from flexsparse.coverage import Span
 from flexsparse.errors import ArgumentError, SelectionError
 from flexsparse.grid import Grid
 from flexsparse.intervals import reach
-from flexsparse.rules import MaskMod, refuse_undecorated
+from flexsparse.kernels.top_k import ranks, top_k
+from flexsparse.rules import MaskMod, as_rule, refuse_undecorated
 from flexsparse.selection import Selection
-from flexsparse.selectors.budgets import Budget, Mass, as_budgets, counts, width
+from flexsparse.selectors.budgets import Budget, Mass, alike, as_budgets, counts, width
 from flexsparse.selectors.caches import Cache, KeyCache
 from flexsparse.selectors.physical import Keep, Tiles
 
@@ -105,7 +106,9 @@ class Selector:
                 f"{name} must return [B, H, {rows}, {blocks}] with B {grid.batch} or 1 and H one of "
                 f"{sorted(allowed)}, got {list(score.shape)}"
             )
-        reachable = self.within_reach(q, k, grid, rule, score.shape[1])
+        reachable = None
+        if as_rule(rule) is not None:
+            reachable = self.within_reach(q, k, grid, rule, score.shape[1])
         return self.best(score, reachable, grid)
 
     def within_reach(
@@ -124,52 +127,62 @@ class Selector:
             reached = rearrange(reached, "b (g r) m n -> b g r m n", g=heads).any(2)
         return reached
 
-    def best(self, score: Tensor, reachable: Tensor, grid: Grid) -> Selection:
+    def best(self, score: Tensor, reachable: Tensor | None, grid: Grid) -> Selection:
         """The highest scores within reach, as many as ``keep`` says, as a Selection."""
-        name, tiles = type(self).__name__, self.keep if isinstance(self.keep, Tiles) else None
-        budgets = as_budgets(name, self.keep.each if isinstance(self.keep, Tiles) else self.keep)
-        range_ = torch.finfo(score.dtype)
-        score = score.nan_to_num(nan=range_.min, posinf=range_.max, neginf=-torch.inf)
+        tiles = self.keep if isinstance(self.keep, Tiles) else None
+        each = self.keep.each if isinstance(self.keep, Tiles) else self.keep
+        budgets = as_budgets(type(self).__name__, each)
         forced = self.forced(grid, score.device)
-        rank = score if forced is None else score.masked_fill(forced, torch.inf)
-        rank = rank.masked_fill(~reachable, -torch.inf)
-        # torch.topk breaks ties as it likes; a stable sort keeps the lower index first.
-        value, order = rank.sort(dim=-1, descending=True, stable=True)
-        within = (value > -torch.inf).sum(-1)
-        mass = self._mass(score, rank).gather(-1, order) if _weighs(budgets) else value
-        count = counts(name, budgets, mass, None if forced is None else value == torch.inf, within)
-        slot = torch.arange(rank.shape[-1], device=rank.device)
-        if tiles is not None:
-            kept = torch.zeros_like(rank, dtype=torch.bool)
-            kept.scatter_(-1, order, slot < count[..., None])
-            opened = tiles.open(rank, kept, self.q_block, self.block)
-            value, order = rank.masked_fill(~opened, -torch.inf).sort(
-                dim=-1, descending=True, stable=True
-            )
-            count = count.minimum((value > -torch.inf).sum(-1))
-        keep = width(budgets, rank.shape[-1])
-        chosen = torch.where(slot[:keep] < count[..., None], order[..., :keep], -1)
-        return Selection.from_indices(
+        count = None
+        if tiles is not None or not alike(budgets, score.shape[1]):
+            count, opened = self._counted(score, reachable, forced, budgets, tiles)
+            if opened is not None:
+                # What tiles leave open is ranked anew, the forced among it first.
+                reachable = opened if reachable is None else opened & reachable
+        chosen = top_k(
+            score, width(budgets, score.shape[-1]), reach=reachable, forced=forced, count=count
+        )
+        return Selection.of_sets(
             chosen,
             kv_len=grid.kv_len,
             q_len=grid.q_len,
             kv_block=self.block,
             q_block=self.q_block,
-            out_of_range="drop",
         )
+
+    def _counted(
+        self,
+        score: Tensor,
+        reachable: Tensor | None,
+        forced: Tensor | None,
+        budgets: tuple[Budget, ...],
+        tiles: Tiles | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, H, R]``: how many blocks each row keeps; and with ``tiles`` which blocks it may."""
+        rank = ranks(score, reachable, forced)
+        value, order = rank.sort(dim=-1, descending=True, stable=True)
+        within = (value > -torch.inf).sum(-1)
+        weighs = any(isinstance(budget, Mass) for budget in budgets)
+        mass = self._mass(score, rank).gather(-1, order) if weighs else value
+        first = None if forced is None else value == torch.inf
+        count = counts(type(self).__name__, budgets, mass, first, within)
+        if tiles is None:
+            return count, None
+        kept = torch.zeros_like(rank, dtype=torch.bool)
+        slot = torch.arange(rank.shape[-1], device=rank.device)
+        kept.scatter_(-1, order, slot < count[..., None])
+        return count, tiles.open(rank, kept, self.q_block, self.block)
 
     def _mass(self, score: Tensor, rank: Tensor) -> Tensor:
         """float64 ``[B, H, R, C]``: what each block weighs beside the others of its row."""
+        range_ = torch.finfo(score.dtype)
+        score = score.nan_to_num(nan=range_.min, posinf=range_.max, neginf=-torch.inf)
         score = score.double().masked_fill(rank == -torch.inf, -torch.inf)
         if self.scores_are_mass:
             return score.clamp(min=0)
         return (
             score - score.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
         ).exp()
-
-
-def _weighs(budgets: tuple[Budget, ...]) -> bool:
-    return any(isinstance(budget, Mass) for budget in budgets)
 
 
 def own_blocks(
@@ -206,6 +219,11 @@ def per_list(x: Tensor, kv_heads: int, heads: Heads, how: Literal["max", "sum"])
         return x
     lists = 1 if heads == "shared" else kv_heads
     return reduce(x, "b (g r) m n -> b g m n", how, g=lists)
+
+
+def sharing(q: Tensor, k: Tensor, heads: Heads) -> int:
+    """How many query heads share a list."""
+    return {"query": 1, "kv": q.shape[1] // k.shape[1], "shared": q.shape[1]}[heads]
 
 
 def check_sharing(name: str, heads: str) -> None:

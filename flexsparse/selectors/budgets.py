@@ -74,6 +74,12 @@ def as_budgets(owner: str, keep: Each | Tensor) -> tuple[Budget, ...]:
     return each
 
 
+def alike(budgets: tuple[Budget, ...], heads: int) -> bool:
+    """Whether every row keeps the same count of blocks, as far as it has them."""
+    whole = all(isinstance(one, int) for one in budgets)
+    return whole and len(budgets) in (1, heads) and len(set(budgets)) == 1
+
+
 def width(budgets: tuple[Budget, ...], blocks: int) -> int:
     """The most that any row can keep: known without looking at the device."""
     most = [

@@ -118,7 +118,7 @@ class PageCache(Cache):
             pool: torch.full(
                 (b, h, pages + 1, d),
                 empty[pool],
-                dtype=torch.float64 if pool == "mean" else torch.float32,
+                dtype=torch.float64 if pool == "mean" else k.dtype,
                 device=k.device,
             )
             for pool in self.selector.pools
@@ -136,10 +136,13 @@ class PageCache(Cache):
 
     def _select(self, q: Tensor, grid: Grid, rule: MaskMod | None) -> Selection:
         pages = ceil_div(grid.kv_len, self.selector.block)
-        filled = self.filled[:pages].clamp(min=1)[:, None]
         summaries = [
-            (held[:, :, :pages] / filled).float() if pool == "mean" else held[:, :, :pages]
+            self._mean(held, pages) if pool == "mean" else held[:, :, :pages]
             for pool, held in self.pools.items()
         ]
         score = self.selector.rate(q, *summaries)
         return self.selector.chosen(q, summaries[0], score, grid, rule)
+
+    def _mean(self, held: Tensor, pages: int) -> Tensor:
+        filled = self.filled[:pages].clamp(min=1)[:, None]
+        return (held[:, :, :pages] / filled).float()

@@ -20,6 +20,7 @@ from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list
 from flexsparse.selectors.caches import KeyCache
+from flexsparse.selectors.parts import query_parts
 from flexsparse.selectors.physical import Keep
 
 
@@ -71,16 +72,21 @@ class HeavyCache(KeyCache):
             shape = (q.shape[0], heads, self.capacity)
             self.mass = torch.zeros(shape, device=q.device)
             self.there = torch.ones(shape, dtype=torch.bool, device=q.device)
-        position = grid.positions(q.device)[:, None, :, None]
-        past = torch.arange(grid.kv_len, device=q.device) <= position
-        seen = past & reach(
-            rule, grid, (q.shape[1], kv_heads), Span(grid.q_len, grid.kv_len, 1, 1), q.device
-        )
-        reachable = past & self.selector.within_reach(q, self.keys, grid, rule, heads)
-        rows = [
-            self._step(q[:, :, i], *(x[:, :, i : i + 1] for x in (position, seen, reachable)))
-            for i in range(grid.q_len)
-        ]
+        rows = []
+        for part, of in query_parts(grid, 1, q.shape[0] * q.shape[1] * grid.kv_len):
+            position = of.positions(q.device)[:, None, :, None]
+            past = torch.arange(grid.kv_len, device=q.device) <= position
+            seen = past & reach(
+                rule, of, (q.shape[1], kv_heads), Span(of.q_len, grid.kv_len, 1, 1), q.device
+            )
+            reachable = past & self.selector.within_reach(q, self.keys, of, rule, heads)
+            queries = q[:, :, part]
+            rows += [
+                self._step(
+                    queries[:, :, i], *(x[:, :, i : i + 1] for x in (position, seen, reachable))
+                )
+                for i in range(of.q_len)
+            ]
         return Selection.from_indices(
             torch.cat(rows, 2), kv_len=grid.kv_len, q_len=grid.q_len, out_of_range="drop"
         )

@@ -73,14 +73,15 @@ class InfLLMv2(Selector):
         return super().select(q, k, grid, rule)
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        count = grid.shape(self.q_block, self.block)[1]
-        start = 1 - self.length // self.stride
+        return self.importance(q, windows(k, self.length, self.stride).mean(3), grid)
+
+    def importance(self, q: Tensor, compressed: Tensor, grid: Grid) -> Tensor:
+        """``[B, H, R, C]`` from one key a window, ``compressed [B, Hkv, N, D]``; the future is -inf."""
         worth = self._windows.mass(
-            q, windows(k, self.length, self.stride).mean(3), grid, q_block=self.q_block,
+            q, compressed, grid, "max", start=1 - self.length // self.stride, q_block=self.q_block,
             heads=self.heads, scale=self.scale,
-            then=lambda mass: self._windows.around(mass, count, start).amax(-1),
         )  # fmt: skip
-        return worth.masked_fill(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
+        return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     def forced(self, grid: Grid, device: torch.device) -> Tensor:
         local = self.local + (self.own_block == "beside")

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from flexsparse.selectors.caches import Pool
-from flexsparse.selectors.pooled import Pooled
+from flexsparse.selectors.pooled import Pooled, highest
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,5 +25,6 @@ class MeanPooled(Pooled):
 
     pools: ClassVar[tuple[Pool, ...]] = ("mean",)
 
-    def bound(self, q: Tensor, *summaries: Tensor) -> Tensor:
-        return q @ summaries[0].mT * float(q.shape[-1] ** -0.5)
+    def rate(self, q: Tensor, *summaries: Tensor) -> Tensor:
+        scale = float(q.shape[-1] ** -0.5)
+        return highest(q, summaries[0], None, q_block=self.q_block, heads=self.heads, scale=scale)

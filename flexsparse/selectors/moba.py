@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from flexsparse.grid import Grid
-from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list, pooled
+from flexsparse.selectors.base import Heads, Selector, check_sharing, pooled
+from flexsparse.selectors.pooled import highest
 from flexsparse.selectors.visible import begun, exactly, nearest
 
 
@@ -41,10 +42,9 @@ class MoBA(Selector):
         check_sharing("MoBA", self.heads)
 
     def score(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        mean = block_means(exactly(k), self.block).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        gate = pooled(exactly(q) @ mean.mT, self.q_block, -torch.inf).amax(3)
-        gate = per_list(gate, k.shape[1], self.heads, "max")
-        return gate.masked_fill(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
+        mean = block_means(exactly(k), self.block)
+        gate = highest(q, mean, None, q_block=self.q_block, heads=self.heads, scale=1.0)
+        return gate.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     def forced(self, grid: Grid, device: torch.device) -> Tensor:
         return nearest(grid, self.q_block, self.block, device)

@@ -34,7 +34,8 @@ class NSA(Selector):
     ``length`` and ``stride``: of the windows that are compressed, l and d in the paper; both ``length``
     and ``block`` (l') are multiples of ``stride``. ``keep`` (n) counts the forced blocks: the ``first`` of
     the sequence, and of each query the ``local`` last, its own among them. Blocks of the future are
-    hidden whatever the rule. A row of several queries adds up what each of them finds.
+    hidden whatever the rule. A row of several queries adds up what each of them finds. A compressed
+    key has the precision of the keys; what is made of it is at least fp32.
 
     ``alignment``: which windows speak for a block. ``"overlap"``: those that share keys with it, by how
     many strides they share, as public kernels do; ``"paper"``: equation 9 to the letter, whose window
@@ -75,21 +76,12 @@ class NSA(Selector):
     def importance(self, q: Tensor, compressed: Tensor, grid: Grid) -> Tensor:
         """``[B, H, R, C]`` from one key a window, ``compressed [B, Hkv, N, D]``; the future is -inf."""
         blocks, per_window = self.block // self.stride, self.length // self.stride
-        width = blocks + per_window - 1
-        place = torch.arange(width, device=q.device)
-        # How many pairs of a stride of the block and one of the window lie this far apart.
-        weights = torch.minimum(place + 1, width - place).clamp(max=min(blocks, per_window))
         start = 1 - per_window if self.alignment == "overlap" else 2 - blocks - per_window
-        count = grid.shape(self.q_block, self.block)[1]
-
-        def of_blocks(mass: Tensor) -> Tensor:
-            return self._windows.around(mass, count, start) @ weights.to(mass.dtype)
-
         worth = self._windows.mass(
-            q, compressed, grid, q_block=self.q_block, heads=self.heads, scale=self.scale,
-            then=of_blocks,
+            q, compressed, grid, "sum", start=start, q_block=self.q_block, heads=self.heads,
+            scale=self.scale,
         )  # fmt: skip
-        return worth.masked_fill(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
+        return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     @torch.no_grad()
     def choose(self, q: Tensor, compressed: Tensor, grid: Grid) -> Selection:

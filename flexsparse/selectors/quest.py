@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from flexsparse.selectors.caches import Pool
-from flexsparse.selectors.pooled import Pooled
+from flexsparse.selectors.pooled import Pooled, highest
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,8 +26,7 @@ class Quest(Pooled):
 
     pools: ClassVar[tuple[Pool, ...]] = ("amin", "amax")
 
-    def bound(self, q: Tensor, *summaries: Tensor) -> Tensor:
+    def rate(self, q: Tensor, *summaries: Tensor) -> Tensor:
         low, high = summaries
-        # Each channel contributes the larger of q * low and q * high.
-        bound: Tensor = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT
-        return bound * float(q.shape[-1] ** -0.5)
+        scale = float(q.shape[-1] ** -0.5)
+        return highest(q, low, high, q_block=self.q_block, heads=self.heads, scale=scale)

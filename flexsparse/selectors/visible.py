@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexsparse.coverage import PAIRS_AT_ONCE
 from flexsparse.grid import Grid
+from flexsparse.kernels.parts import rows_at_once
 
 
 def begun(grid: Grid, q_block: int, block: int, device: torch.device) -> Tensor:
@@ -45,9 +45,7 @@ def by_rows(q: Tensor, q_block: int, width: int, part: Callable[[Tensor, slice],
     are never there together.
     """
     batch, heads, length, _ = q.shape
-    pairs = PAIRS_AT_ONCE.get(q.device.type, PAIRS_AT_ONCE["cpu"])
-    rows = max(1, pairs // max(1, batch * heads * q_block * width))
-    step = rows * q_block
+    step = rows_at_once(q.device.type, batch * heads * q_block * width) * q_block
     slices = [slice(at, min(at + step, length)) for at in range(0, length, step)]
     return torch.cat([part(q[:, :, here], here) for here in slices], 2)
 
