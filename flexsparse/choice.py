@@ -35,8 +35,15 @@ FINE_KEYS = 64
 
 
 def choose_address(
-    q: Tensor, k: Tensor, v: Tensor, select: Selection | None, pack: str | None, why: list[str]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    select: Selection | None,
+    pack: str | None,
+    backend: str,
+    why: list[str],
 ) -> Identity:
+    """How heads are laid; beside each other only for a ``backend`` that visits tiles."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if pack not in (None, *ADDRESSES):
         raise ArgumentError(f"pack must be None, 'identity', 'fold' or 'pack', got {pack!r}")
@@ -52,7 +59,7 @@ def choose_address(
         return FoldedHeads(heads, kv_heads)
     if pack == "identity":
         return Identity(heads, kv_heads)
-    if _packs(q, k, v, select):
+    if backend not in UNTILED and _packs(q, k, v, select):
         why.append(
             f"{heads // kv_heads} heads beside each query: a tile of {DEFAULT_TILE[0]} rows holds "
             f"few queries, and what they select is shared by their heads"

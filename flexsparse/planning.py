@@ -106,7 +106,7 @@ def make_plan(
     checked_scale = check_scale(scale, q.shape[3])
     sink = check_sink(sink, heads[0], q.device)
     reasons: list[str] = []
-    address = choose_address(q, k, v, selection, pack, reasons)
+    address = choose_address(q, k, v, selection, pack, backend, reasons)
     program = mask_program(address, grid, ruled, selection, reach)
     score_code = score_program(address, grid, scored)
     learned = score_code is not None and any(t.requires_grad for t in score_code.score.tensors)

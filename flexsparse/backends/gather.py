@@ -102,10 +102,8 @@ def gather_forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if _by_blocks(candidates, q, v):
-        blocks_seen = seen_bits(candidates, k)
-        triton_gather_blocks.forward(
-            q, k, v, candidates.chosen(), blocks_seen, candidates.kv_block, out, lse, scale
-        )
+        seen, block = seen_bits(candidates, k), candidates.kv_block
+        triton_gather_blocks.forward(q, k, v, candidates.chosen(), seen, block, out, lse, scale)
         return out, lse
     for first, keys in _lists(candidates, q):
         triton_gather.forward(q, k, v, keys, first, out, lse, scale)
@@ -139,16 +137,15 @@ def gather_backward(
 
     q, k, v = (_dense_last(x) for x in (q, k, v))
     do = grad_out.to(q.dtype).contiguous()
-    delta = (do.float() * out.float()).sum(-1) - grad_lse.float()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if _by_blocks(candidates, q, v):
-        blocks_seen, block = seen_bits(candidates, k), candidates.kv_block
-        chosen = candidates.chosen()
         triton_gather_blocks.backward(
-            q, k, v, chosen, blocks_seen, block, do, lse, delta, dq, dk, dv, scale
-        )
+            q, k, v, candidates.chosen(), seen_bits(candidates, k), candidates.kv_block,
+            out.contiguous(), do, lse.contiguous(), grad_lse.float().contiguous(), dq, dk, dv, scale,
+        )  # fmt: skip
         return dq, dk.to(k.dtype), dv.to(v.dtype), []
+    delta = (do.float() * out.float()).sum(-1) - grad_lse.float()
     for first, keys in _lists(candidates, q):
         triton_gather.backward(q, k, v, keys, first, do, lse, delta, dq, dk, dv, scale)
     return dq, dk.to(k.dtype), dv.to(v.dtype), []

@@ -90,7 +90,7 @@ def _forward(
 
 @triton.jit
 def _backward_q(
-    q, k, v, chosen, seen, do, lse, delta, dq,
+    q, k, v, chosen, seen, out, do, lse, d_lse, delta, dq,
     q_b, q_h, q_r, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_r, lse_b, lse_h, dq_b, dq_h, dq_r,
     rows, kept, kv_len, dim, v_dim, lists, group, sharing, scale, raw_scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_SEEN: tl.constexpr,
@@ -116,7 +116,11 @@ def _backward_q(
     grads = tl.load(at_do, mask=mine[:, None] & in_e, other=0.0)
     base = tl.load(lse + b * lse_b + h * lse_h + row, mask=mine, other=0.0)
     base = tl.where(base == float("-inf"), 0.0, base * 1.4426950408889634)
-    less = tl.load(delta + b * lse_b + h * lse_h + row, mask=mine, other=0.0)
+    at_out = out + b * o_b + row * o_r + h[:, None] * o_h + e[None, :]
+    outs = tl.load(at_out, mask=mine[:, None] & in_e, other=0.0)
+    through = tl.load(d_lse + b * lse_b + h * lse_h + row, mask=mine, other=0.0)
+    less = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1) - through
+    tl.store(delta + b * lse_b + h * lse_h + row, less, mask=mine)
     listed = (line * rows + row) * kept
     to_k = k + b * k_b + g * k_h + d[None, :]
     to_v = v + b * v_b + g * v_h + e[None, :]
@@ -248,19 +252,20 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, seen: Tensor | None, block: int, do: Tensor,
-    lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, seen: Tensor | None, block: int, out: Tensor,
+    do: Tensor, lse: Tensor, d_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
 ) -> None:  # fmt: skip
     """Fills ``dq`` and adds to fp32 ``dk [B, Hkv, S, D]`` and ``dv``, once for each job of a block.
 
-    ``delta [B, Hq, Q]``: the sum of do times out, less the gradient of lse.
+    ``do`` and ``d_lse`` are the gradients of out and lse, laid out as these are.
     """
     grid, sizes = _by_query(q, v, chosen, block, seen)
     given = chosen if seen is None else seen
+    delta = torch.empty_like(lse)
     scales = (scale * math.log2(math.e), scale)
     kernel: Any = _backward_q
     kernel[grid](
-        q, k, v, chosen, given, do, lse, delta, dq, *_strides(q, k, v), *do.stride()[:3],
+        q, k, v, chosen, given, out, do, lse, d_lse, delta, dq, *_strides(q, k, v), *do.stride()[:3],
         *lse.stride()[:2], *dq.stride()[:3], *_lengths(q, k, v, chosen), *scales, **sizes,
     )  # fmt: skip
     _, kept, kv_len, *rest = _lengths(q, k, v, chosen)
