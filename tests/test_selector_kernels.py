@@ -163,6 +163,7 @@ def test_masses_of_blocks(form: Any, how: Any, kind: torch.dtype, where: str) ->
     )
     rows = math.ceil(length / q_block)
     held = torch.zeros(2, heads // share, rows, count, dtype=torch.float64)
+    lse = torch.full((2, heads, length), -torch.inf, dtype=torch.float64)
     for b in range(2):
         for h in range(heads):
             for i, p in enumerate(position[b].tolist()):
@@ -170,6 +171,7 @@ def test_masses_of_blocks(form: Any, how: Any, kind: torch.dtype, where: str) ->
                 if seen:
                     logit = k[b, h * kv_heads // heads, seen].double() @ q[b, h, i].double() * 0.3
                     held[b, h // share, i // q_block, seen] += logit.softmax(-1)
+                    lse[b, h, i] = logit.logsumexp(-1)
     want = torch.zeros(*held.shape[:3], blocks, dtype=torch.float64)
     for j in range(blocks):
         for m in range(of.width):
@@ -180,4 +182,10 @@ def test_masses_of_blocks(form: Any, how: Any, kind: torch.dtype, where: str) ->
                 want[..., j] = torch.maximum(want[..., j], held[..., n])
     # What a logit is off, its weight is off in proportion, and so is what it is divided by.
     off = 0.3 * rounding(q, k) if count else 0.0
-    near(got, want, (2 * off + 2**-20) * max(1.0, float(want.max())))
+    error = (2 * off + 2**-20) * max(1.0, float(want.max()))
+    near(got, want, error)
+    told = block_mass(
+        q.to(where), k.to(where), position.to(where), of, how, blocks, q_block, share, 0.3,
+        lse.to(where, torch.float32),
+    )  # fmt: skip
+    near(told, want, error)

@@ -40,6 +40,7 @@ def block_mass(
     q_block: int,
     share: int,
     scale: float,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """``q [B, Hq, Q, D]``, one key a window ``[B, Hkv, N, D]`` -> float32 ``[B, Hq / share, R, blocks]``.
 
@@ -58,7 +59,7 @@ def block_mass(
 
 def by_softmax(
     q: Tensor, keys: Tensor, position: Tensor, around: list[int], how: str, blocks: int, q_block: int,
-    share: int, scale: float,
+    share: int, scale: float, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of the kernel: a few rows of queries at once."""
     of = Around(*around)
@@ -76,7 +77,12 @@ def by_softmax(
         here = slice(start, start + step)
         scores = q[:, :, here].to(kind).unflatten(1, (kv_heads, -1)) @ keys * scale
         scores = scores.masked_fill(end > position[:, None, None, here, None], -torch.inf)
-        mass = scores.softmax(-1).nan_to_num(0.0).flatten(1, 2).unflatten(1, (-1, share)).sum(2)
+        if lse is None:
+            mass = scores.softmax(-1).nan_to_num(0.0)
+        else:
+            base = torch.where(lse == -torch.inf, 0, lse)[:, :, here, None].to(kind)
+            mass = (scores - base.unflatten(1, (kv_heads, -1))).exp()
+        mass = mass.flatten(1, 2).unflatten(1, (-1, share)).sum(2)
         mass = torch.nn.functional.pad(mass, (0, 0, 0, -mass.shape[2] % q_block))
         mass = mass.unflatten(2, (-1, q_block)).sum(3)
         near = torch.nn.functional.pad(mass, (-of.start, missing)).unfold(-1, of.width, of.step)
@@ -86,16 +92,16 @@ def by_softmax(
 
 def filled(
     q: Tensor, keys: Tensor, position: Tensor, around: list[int], how: str, blocks: int, q_block: int,
-    share: int, scale: float,
+    share: int, scale: float, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """By the kernel, where it is exact in fp32 and a block's windows fit a step."""
     from flexsparse.kernels import triton_block_mass
 
     group = q.shape[1] // keys.shape[1]
     if not triton_block_mass.suits(q, keys, around) or (share > group and how == "max"):
-        return by_softmax(q, keys, position, around, how, blocks, q_block, share, scale)
+        return by_softmax(q, keys, position, around, how, blocks, q_block, share, scale, lse)
     mass = triton_block_mass.launch(
-        q, keys, position, around, how, blocks, q_block, min(share, group), scale
+        q, keys, position, around, how, blocks, q_block, min(share, group), scale, lse
     )
     return mass.unflatten(1, (-1, share // group)).sum(2) if share > group else mass
 
@@ -106,7 +112,7 @@ _operator = custom_op("flexsparse::block_mass", filled, mutates_args=())
 @_operator.register_fake
 def _(
     q: Tensor, keys: Tensor, position: Tensor, around: list[int], how: str, blocks: int, q_block: int,
-    share: int, scale: float,
+    share: int, scale: float, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     shape = (q.shape[0], q.shape[1] // share, ceil_div(q.shape[2], q_block), blocks)
     return q.new_empty(shape, dtype=_kind(q, keys))

@@ -172,7 +172,7 @@ def suits(q: Tensor, keys: Tensor, around: list[int]) -> bool:
 
 def launch(
     q: Tensor, keys: Tensor, position: Tensor, around: list[int], how: str, blocks: int, q_block: int,
-    share: int, scale: float,
+    share: int, scale: float, lse: Tensor | None,
 ) -> Tensor:  # fmt: skip
     of = Around(*around)
     batch, heads, q_len, dim = q.shape
@@ -180,7 +180,7 @@ def launch(
     lists, rows = heads // share, ceil_div(q_len, q_block)
     q, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys))
     position = position.contiguous()
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+    norm = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     mass = torch.empty((batch, lists, rows, blocks), dtype=torch.float32, device=q.device)
     shared = next_power_of_two(share)
     tokens = max(1, min(_TOKENS, _PAIRS[q.dtype] // shared))
@@ -190,11 +190,15 @@ def launch(
         "STRIDE": of.stride, "LENGTH": of.length, "SHARE": share, "GROUP": heads // kv_heads,
         "HEADS": shared, "D": dim, "D_PAD": max(16, next_power_of_two(dim)),
     }  # fmt: skip
-    normalise: Any = _normalisers
-    normalise[(ceil_div(q_len, tokens), batch * lists)](
-        q, keys, position, lse, q_len, count, lists, scale * _LOG2_E, *given, TOKENS=tokens,
-        WINDOWS=_WINDOWS, **both, num_warps=4 if tokens * shared <= 64 else 8,
-    )  # fmt: skip
+    if lse is not None:
+        # As the kernel has it: of powers of two, and what sees nothing weighs nothing.
+        norm = torch.where(lse == -torch.inf, torch.inf, lse.float() * _LOG2_E).contiguous()
+    else:
+        normalise: Any = _normalisers
+        normalise[(ceil_div(q_len, tokens), batch * lists)](
+            q, keys, position, norm, q_len, count, lists, scale * _LOG2_E, *given, TOKENS=tokens,
+            WINDOWS=_WINDOWS, **both, num_warps=4 if tokens * shared <= 64 else 8,
+        )  # fmt: skip
     # A row's queries lie side by side as far as they fit; several rows where they are few.
     within = min(next_power_of_two(min(q_block, q_len)), tokens)
     at_once = (_WINDOWS - of.width) // of.step + 1
@@ -206,7 +210,7 @@ def launch(
     kernel[
         (ceil_div(rows, tokens // within), batch * lists, ceil_div(blocks, at_once * steps))
     ](
-        q, keys, position, lse, mass, q_len, count, lists, rows, blocks, steps, scale * _LOG2_E, *given,
+        q, keys, position, norm, mass, q_len, count, lists, rows, blocks, steps, scale * _LOG2_E, *given,
         STEP=of.step, START=of.start, WIDTH=of.width, RISE=of.rise, SUMS=how == "sum", Q_BLOCK=min(q_block, q_len),
         ROWS=tokens // within, TOKENS=within, CHUNKS=ceil_div(min(q_block, q_len), within), WINDOWS=_WINDOWS,
         AT_ONCE=at_once, BLOCKS=next_power_of_two(at_once), **both,

@@ -128,10 +128,17 @@ class NSAAttention(nn.Module):
         grid = Grid(q.shape[2], k.selection.shape[2], q_offset=q_offset, batch=q.shape[0])
         keys: Tensor = self.compress_keys(k.compression)
         values: Tensor = self.compress_values(v.compression)
-        chosen = self.selector.choose(q, keys, grid)
         gates = rearrange(self.gate(x).sigmoid(), "b n (c h) -> c b h n 1", c=3)
         # Compressed keys stand for windows, so the queries' positions are told, not counted.
         told = grid.q_offset
+        coarse = lse = None
+        if keys.shape[2]:
+            coarse, lse = attention(
+                q, keys, values, rule=self._complete, q_offset=told, scale=self.selector.scale,
+                backend=self.backend, return_lse=True,
+            )  # fmt: skip
+            lse = lse.detach()
+        chosen = self.selector.choose(q, keys, grid, lse)
         selected = attention(
             q, k.selection, v.selection, rule=self._causal, select=chosen, q_offset=told,
             scale=self.selector.scale, backend=self.backend,
@@ -141,11 +148,4 @@ class NSAAttention(nn.Module):
             backend=self.backend,
         )  # fmt: skip
         out: Tensor = gates[1] * selected + gates[2] * near
-        if keys.shape[2] == 0:
-            return out
-        coarse = attention(
-            q, keys, values, rule=self._complete, q_offset=told, scale=self.selector.scale,
-            backend=self.backend,
-        )  # fmt: skip
-        out = out + gates[0] * coarse
-        return out
+        return out if coarse is None else out + gates[0] * coarse

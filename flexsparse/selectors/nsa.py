@@ -73,24 +73,33 @@ class NSA(Selector):
     def forced(self, grid: Grid, device: torch.device) -> Tensor:
         return nearest(grid, self.q_block, self.block, device, first=self.first, local=self.local)
 
-    def importance(self, q: Tensor, compressed: Tensor, grid: Grid) -> Tensor:
-        """``[B, H, R, C]`` from one key a window, ``compressed [B, Hkv, N, D]``; the future is -inf."""
+    def importance(
+        self, q: Tensor, compressed: Tensor, grid: Grid, lse: Tensor | None = None
+    ) -> Tensor:
+        """``[B, H, R, C]`` from one key a window, ``compressed [B, Hkv, N, D]``; the future is -inf.
+
+        ``lse [B, Hq, Q]``, natural log, of attention to the compressed keys, where that is done anyway:
+        half of the work is then spared.
+        """
         blocks, per_window = self.block // self.stride, self.length // self.stride
         start = 1 - per_window if self.alignment == "overlap" else 2 - blocks - per_window
         worth = self._windows.mass(
             q, compressed, grid, "sum", start=start, q_block=self.q_block, heads=self.heads,
-            scale=self.scale,
+            scale=self.scale, lse=lse,
         )  # fmt: skip
         return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     @torch.no_grad()
-    def choose(self, q: Tensor, compressed: Tensor, grid: Grid) -> Selection:
-        """The causal candidates by compressed keys of one's own making, ``[B, Hkv, N, D]``."""
+    def choose(
+        self, q: Tensor, compressed: Tensor, grid: Grid, lse: Tensor | None = None
+    ) -> Selection:
+        """The causal candidates by compressed keys of one's own making, ``[B, Hkv, N, D]``; ``lse`` as in
+        `importance`."""
         count = max(0, (grid.kv_len - self.length) // self.stride + 1)
         if compressed.shape[2] != count:
             raise ArgumentError(
                 f"NSA.choose needs a key for each of the {count} whole windows of {self.length} "
                 f"keys every {self.stride}, got {list(compressed.shape)}"
             )
-        worth = self.importance(q, compressed, grid)
+        worth = self.importance(q, compressed, grid, lse)
         return self.best(worth, begun(grid, self.q_block, self.block, q.device), grid)

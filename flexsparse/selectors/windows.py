@@ -58,6 +58,7 @@ class Windows:
         q_block: int,
         heads: Heads,
         scale: float | None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """``[B, H, R, C]``: the softmax mass of the windows around each block.
 
@@ -65,7 +66,8 @@ class Windows:
         stride + start``, and are as many as can overlap a block, which ``start = 1 - length / stride``
         does. ``"sum"`` counts each by the pairs of a stride of the block and one of the window that lie
         as far apart. The mass is summed over a row's queries and over the heads that share a list; a
-        query that sees no whole window gives none.
+        query that sees no whole window gives none. ``lse [B, Hq, Q]`` of this softmax, where it is
+        known, is not found again.
         """
         step, per_window = self.block // self.stride, self.length // self.stride
         around = Around(
@@ -74,4 +76,5 @@ class Windows:
         return block_mass(
             q, compressed, grid.positions(q.device), around, how, grid.shape(q_block, self.block)[1],
             q_block, sharing(q, compressed, heads), float(q.shape[-1] ** -0.5 if scale is None else scale),
+            lse,
         )  # fmt: skip
