@@ -77,7 +77,7 @@ def clustered_calls(draw: Any) -> Call:
             group=group,
             q_len=draw(st.sampled_from([n for n in LENGTHS if n > q_block])),
             tile=(max(rows, rows * -(-16 // rows)), draw(st.sampled_from((16, 20, 64)))),
-            pack="pack" if packed else None,
+            pack="pack" if packed else "identity",
             sharing=draw(
                 st.sampled_from(("shared", "kv") if packed else ("shared", "kv", "query"))
             ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import flexsparse as fs
 from flexsparse import lengths
+from flexsparse.backends import Call
 from flexsparse.choice import BACKENDS
 from flexsparse.device import Ceilings
 from flexsparse.kernels import pieces
@@ -277,8 +277,9 @@ def test_long_rows_are_cut_where_it_is_predicted_to_pay(
     plan = fs.make_plan(q, k, k, select=select, backend="tiles", tile=128, pack="fold")
     assert plan.first is not None
     monkeypatch.setattr(lengths, "ceilings", lambda *_: Ceilings(4e12, 7.2e14, 132))
-    call = plan._call(grads=False, lse=False, learned=False)
-    call = dataclasses.replace(call, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
+    call = Call(
+        torch.device("cpu"), torch.bfloat16, 128, 128, length, False, False, False, plan.program, None
+    )  # fmt: skip
     rows = plan.first.kv_num_blocks + plan.first.full_kv_num_blocks
     why: list[str] = []
     cuts = lengths._weighed(rows, None, plan.first, BACKENDS[backend], call, why)
