@@ -87,7 +87,11 @@ def choose_cuts(
         return _asked(split, rows, columns, layout, why)
     if call.device.type != "cuda" or on_device_only(call.device):
         return None
-    return _weighed(rows, columns, layout, backend, call, why)
+    try:
+        return _weighed(rows, columns, layout, backend, call, why)
+    except torch.OutOfMemoryError:
+        # None is left to measure what the device can do.
+        return None
 
 
 def refuses(backend: Backend, call: Call) -> str | None:
