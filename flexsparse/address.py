@@ -8,11 +8,14 @@ where among them a logical query stands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from flexsparse.errors import LayoutError
+
+Axis = Literal["rows", "keys", "order"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Identity:
     def unpack(self, x: Tensor, batch: int) -> Tensor:
         """An output ``[B, H, Q, …]`` of the kernel in logical axes."""
         return x
+
+    def laid(
+        self, tables: list[Tensor], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and key where a launch holds them -> kernel row, key, and the row as it stands in words of
+        membership; takes what it reads off ``tables``."""
+        return q, kv, q
 
     def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
         """Kernel indices -> sequence, query head, query, position of the key."""
@@ -181,8 +191,79 @@ class PackedHeads(FoldedHeads):
         return f"KV heads folded into the batch, {self.group} query heads beside each query"
 
 
+@dataclass(frozen=True)
+class Taken(Identity):
+    """Kernel rows, or keys, of ``inner`` as a launch takes them: any of them, in any order, as its table
+    ``[B or 1, H or 1, n]`` says. An ``order`` takes all rows, and words of membership stand in it too."""
+
+    inner: Identity
+    axis: Axis
+
+    @property
+    def key(self) -> str:
+        return f"{self.axis}/{self.inner.key}"
+
+    @property
+    def fold(self) -> int:
+        return self.inner.fold
+
+    @property
+    def rows_per_query(self) -> int:
+        return self.inner.rows_per_query
+
+    @property
+    def kernel_heads(self) -> tuple[int, int]:
+        return self.inner.kernel_heads
+
+    def kernel_batch(self, batch: int) -> int:
+        return self.inner.kernel_batch(batch)
+
+    def pack(self, x: Tensor, name: str) -> Tensor:
+        return self.inner.pack(x, name)
+
+    def unpack(self, x: Tensor, batch: int) -> Tensor:
+        return self.inner.unpack(x, batch)
+
+    def kernel(self, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner.kernel(b, h, q)
+
+    def lists(self, x: Tensor, batch: int) -> Tensor:
+        return self.inner.lists(x, batch)
+
+    def codes(self, codes: Tensor) -> Tensor:
+        return self.inner.codes(codes)
+
+    def laid(
+        self, tables: list[Tensor], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        place = tables.pop(0)
+        entry = b if place.shape[0] > 1 else b - b
+        lane = h if place.shape[1] > 1 else h - h
+        if self.axis == "keys":
+            return self.inner.laid(tables, b, h, q, place[entry, lane, kv])
+        row, key, word = self.inner.laid(tables, b, h, place[entry, lane, q], kv)
+        return row, key, q if self.axis == "order" else word
+
+    def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        return self.inner.logical(b, h, q, kv)
+
+    def __str__(self) -> str:
+        if self.axis == "order":
+            return f"{self.inner}, rows in the order of what they select"
+        return f"{self.axis} taken from {self.inner}"
+
+
+def taken(address: Identity, axis: Axis) -> Taken:
+    """``address`` of which a launch takes some rows or keys."""
+    return Taken(address.heads, address.kv_heads, address, axis)
+
+
 def address_of(key: str) -> Identity:
     """The address of a key."""
+    first, _, rest = key.partition("/")
+    for axis in get_args(Axis):
+        if first == axis:
+            return taken(address_of(rest), axis)
     name, heads, kv_heads = key.split("/")
     kinds = {"identity": Identity, "folded": FoldedHeads, "packed": PackedHeads}
     return kinds[name](int(heads), int(kv_heads))

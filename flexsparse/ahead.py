@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexsparse.arguments import Empty
 from flexsparse.coverage import Span
+from flexsparse.cutting import Cuts
 from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals import rule_codes, rule_lists
@@ -29,7 +30,8 @@ class Element(NamedTuple):
 
 class Terms(NamedTuple):
     """All that is decided about a kind of layout. ``columns`` is the room for the rows of a column,
-    None for all there are, 0 where nobody asks for lists by column."""
+    None for all there are, 0 where nobody asks for lists by column; ``cuts``, which rows and columns are
+    cut into pieces."""
 
     program: MaskProgram
     grid: Grid
@@ -39,6 +41,7 @@ class Terms(NamedTuple):
     sanitize: bool = False
     element: Element = Element()
     columns: int | None = None
+    cuts: Cuts | None = None
 
     @property
     def span(self) -> Span:
@@ -59,7 +62,8 @@ class Terms(NamedTuple):
         neither gradients nor single queries are asked about."""
         offset = self.grid.q_offset
         here = isinstance(offset, Tensor) and offset.device == self.device
-        return here and self.columns == 0 and not self.asks_queries
+        settled = self.asks_queries or self.program.ordered
+        return here and self.columns == 0 and not settled
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,11 @@ def look_ahead(terms: Terms) -> Ahead:
             # At a later position a row may need any width.
             lists = [_wide(x, span.tiles[1]) if i % 2 else x for i, x in enumerate(lists)]
     elif program.rule is not None and not terms.asks_queries:
-        codes = rule_codes(program.of_rule_alone(), tables, grid, terms.logical_span, device)
+        span = terms.logical_span
+        if program.ordered and program.member is not None:
+            # Which rows a tile holds is not known yet.
+            span = span._replace(q_tile=program.member.q_block)
+        codes = rule_codes(program.of_rule_alone(), tables, grid, span, device)
         codes = address.codes(codes)
     return Ahead(versions, tables, codes, lists)
 

@@ -121,6 +121,23 @@ def tile_size(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int
     return pair[0], pair[1]
 
 
+def check_split(split: int | bool | None) -> int | bool | None:
+    """None, False, or the tiles from which on rows and columns are cut."""
+    if split is None or split is False or (type(split) is int and split >= 1):
+        return split
+    raise ArgumentError(
+        f"split must be None (as predicted), False (never) or the number of tiles beyond which rows and "
+        f"columns of tiles are cut, got {split!r}"
+    )
+
+
+def check_cluster(cluster: bool | None) -> bool | None:
+    """None, or whether rows are laid beside those that select alike."""
+    if cluster is None or isinstance(cluster, bool):
+        return cluster
+    raise ArgumentError(f"cluster must be None (as predicted), True or False, got {cluster!r}")
+
+
 def check_fallback(fallback: Fallback) -> int | None:
     """How many keys before and with its own an empty query gets; None without fallback."""
     if fallback is None:

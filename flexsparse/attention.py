@@ -66,6 +66,8 @@ def attention(
     backend: BackendName = "auto",
     pack: Pack | None = None,
     tile: int | tuple[int, int] | None = None,
+    split: int | Literal[False] | None = None,
+    cluster: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs that rule and selection both allow.
@@ -85,7 +87,9 @@ def attention(
     one that still sees nothing. ``sanitize``: keys that nobody sees may hold NaN. ``backend``,
     ``pack`` and ``tile`` override what would be chosen: heads lie as they are (``"identity"``), KV
     heads in the batch (``"fold"``), or moreover query heads beside their queries (``"pack"``), whose
-    tiles then count rows of single heads.
+    tiles then count rows of single heads. ``split=n`` cuts rows of more than n tiles, and for gradients
+    columns of more, into pieces that other programs walk; False cuts none. ``cluster=True`` lays rows of
+    candidates beside those alike, so that a tile visits fewer keys, False leaves them as they are.
 
     >>> import torch
     >>> from flexsparse.masks import Causal
@@ -97,7 +101,7 @@ def attention(
     options = {
         "rule": rule, "select": select, "score": score, "scale": scale, "q_offset": q_offset,
         "sink": sink, "fallback": fallback, "empty": empty, "sanitize": sanitize,
-        "backend": backend, "pack": pack, "tile": tile,
+        "backend": backend, "pack": pack, "tile": tile, "split": split, "cluster": cluster,
     }  # fmt: skip
     plan, layout = _planned(q, k, v, options)
     result = plan.run(q, k, v, layout, return_lse=return_lse)

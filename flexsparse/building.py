@@ -47,6 +47,7 @@ from flexsparse.occupancy import (
     tile_maps_of,
     tiles_of,
 )
+from flexsparse.ordering import Order, alike, codes_in_order, in_order, order_of
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
@@ -131,29 +132,42 @@ def of_rule(terms: Terms, ahead: Ahead, lists: list[Tensor]) -> Layout:
 def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
     """Rule and selection met tile by tile, on the device alone."""
     program, span = terms.program, terms.span
-    codes = None if ahead.codes is None else (ahead.codes.shape[0], ahead.codes.shape[1])
-    lists = lists_for(terms, select, codes)
-    words = None
-    if select is None:
+    words = order = None
+    chosen, codes = select, ahead.codes
+    if select is not None and program.ordered:
+        order, chosen, codes = laid_in_order(terms, select, codes)
+    own = None if codes is None else (codes.shape[0], codes.shape[1])
+    lists = lists_for(terms, select, own)
+    if chosen is None:
         shape = (1, 1, *span.tiles)
-        code = torch.full(shape, FULL, device=terms.device) if codes is None else ahead.codes
-        assert code is not None
+        code = torch.full(shape, FULL, device=terms.device) if codes is None else codes
         maps = maps_of(lists.of(code))
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
-        geometry = geometry_of(terms, select)
+        geometry = geometry_of(terms, chosen)
         *counts, bits, words = row_tiles(
-            select.indices,
-            select.candidates,
-            ahead.codes,
+            chosen.indices,
+            chosen.candidates,
+            codes,
             geometry,
             lists,
             words=program.asks_member(terms.block_size),
         )
-    tables = program.tables(ahead.tables, words)
+    tables = program.tables(ahead.tables, words, place=None if order is None else order.place)
     columns = by_column(terms, bits) if terms.columns != 0 else None
-    return assembled(terms, ahead, select, tables, counts, columns)
+    return assembled(terms, ahead, select, tables, counts, columns, order=order)
+
+
+def laid_in_order(
+    terms: Terms, select: Selection, codes: Tensor | None
+) -> tuple[Order, Selection, Tensor | None]:
+    """The order of rows, the selection laid so, and what the rule makes of its tiles."""
+    rows = alike(select)
+    order = order_of(select, rows, terms.program.address, terms.grid.batch)
+    if codes is not None:
+        codes = codes_in_order(codes, rows, terms.logical_span.q_tile // select.q_block)
+    return order, in_order(select, rows), codes
 
 
 def maps_of(codes: Tensor) -> Tensor:
@@ -179,10 +193,11 @@ def assembled(
     *,
     has_empty_row: Tensor | None = None,
     seen_keys: Tensor | None = None,
+    order: Order | None = None,
 ) -> Layout:
     """What was found, as a layout; ``by_row`` are counts and indices of partial tiles, then of full."""
     address = terms.program.address
-    return Layout(
+    made = Layout(
         grid=terms.grid,
         heads=(address.heads, address.kv_heads),
         block_size=terms.block_size,
@@ -199,7 +214,9 @@ def assembled(
         select=select,
         element=terms.element,
         versions=versions_of(ahead, select),
+        order=order,
     )
+    return made if terms.cuts is None else made.cut(terms.cuts)
 
 
 def by_column(terms: Terms, bits: Tensor) -> ColumnTiles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -109,6 +109,8 @@ def check(
     backend: BackendName = "auto",
     pack: Pack | None = None,
     tile: int | tuple[int, int] | None = None,
+    split: int | Literal[False] | None = None,
+    cluster: bool | None = None,
     grads: bool = False,
     rows: int | None = None,
     seed: int = 0,
@@ -133,6 +135,7 @@ def check(
     }  # fmt: skip
     forced: Choices = {
         "empty": empty, "sanitize": sanitize, "backend": backend, "pack": pack, "tile": tile,
+        "split": split, "cluster": cluster,
     }  # fmt: skip
     with (
         torch.autocast(q.device.type, enabled=False),

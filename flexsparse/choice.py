@@ -6,12 +6,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from flexsparse.address import FoldedHeads, Identity, PackedHeads, folds_without_copy
+from flexsparse.address import (
+    FoldedHeads,
+    Identity,
+    PackedHeads,
+    Taken,
+    folds_without_copy,
+    taken,
+)
 from flexsparse.arguments import tile_size
 from flexsparse.backends import Backend, Call, decode, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
+from flexsparse.ordering import alike, in_order
 from flexsparse.overlap import MOST_TILES, best_rows, heights
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
@@ -28,6 +36,8 @@ ADDRESSES: dict[Pack, type[Identity]] = {
 }
 # These visit no tiles, so nobody reads their lists by column.
 UNTILED = frozenset({"gather", "dense"})
+# These ask for membership row by row, wherever a row stands.
+_ORDERING = frozenset({"tiles", "flex"})
 _UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
 DEFAULT_TILE = (128, 128)
 # Keys of a tile where candidates are smaller than the default: hardly slower, and half as much wasted.
@@ -75,7 +85,8 @@ def choose_address(
 
 def pack_of(address: Identity) -> Pack:
     """How an address lays heads."""
-    return next(pack for pack, laid in ADDRESSES.items() if type(address) is laid)
+    kind = type(address.inner if isinstance(address, Taken) else address)
+    return next(pack for pack, laid in ADDRESSES.items() if kind is laid)
 
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> Pack:
@@ -165,6 +176,51 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
         return tiles
     why.append("flex: one fused kernel, forward and backward")
     return flex
+
+
+def refuses_order(
+    select: Selection | None, grid: Grid, fallback: bool, empty: str, sanitize: bool
+) -> str | None:
+    """Why rows cannot be laid beside those that select alike, or None."""
+    if select is None or select.rows == 1:
+        return "it lays rows of candidates beside each other, and there are not several"
+    if fallback or empty != "zero" or sanitize:
+        return "a fallback, empty='error' and sanitize ask single queries, which it moves"
+    return None
+
+
+def laid_alike(select: Selection) -> Selection:
+    """The selection with alike rows beside each other."""
+    return in_order(select, alike(select))
+
+
+def holds_several(rows: int, q_block: int) -> bool:
+    """Whether a tile of so many queries holds several whole rows of candidates."""
+    return rows > q_block and rows % q_block == 0
+
+
+def ordered(
+    address: Identity,
+    select: Selection | None,
+    tile: tuple[int, int],
+    backend: Backend,
+    why: list[str],
+) -> Taken:
+    """``address`` with rows in the order of what they select, if tiles and kernel take it."""
+    assert select is not None
+    queries = tile[0] // address.rows_per_query
+    if not holds_several(queries, select.q_block):
+        raise LayoutError(
+            f"cluster=True lays several rows of {select.q_block} queries into a tile, and tiles of "
+            f"{tile[0]}x{tile[1]} hold {queries} queries: give tile=, or leave cluster out"
+        )
+    if backend.name not in _ORDERING:
+        raise BackendError(
+            f"backend {backend.name!r} takes rows only as they are: use backend='flex' or 'tiles', or "
+            "leave cluster out"
+        )
+    why.append(f"{queries // select.q_block} rows that select alike stand in a tile")
+    return taken(address, "order")
 
 
 def fine_keys(select: Selection) -> int:

@@ -28,6 +28,11 @@ def check_chunk(terms: Terms, start: int, stop: int) -> None:
     for name, value in (("start", start), ("stop", stop)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ArgumentError(f"chunk {name} must be an int, got {value!r}")
+    if terms.program.ordered:
+        raise LayoutError(
+            "a plan with cluster=True lays rows in an order of its own, from which no chunk can be cut: "
+            "make the plan with cluster=False"
+        )
     q_len, member = terms.grid.q_len, terms.program.member
     unit = math.lcm(terms.logical_span.q_tile, 1 if member is None else member.q_block)
     whole = start % unit == 0 and (stop % unit == 0 or stop == q_len)
@@ -46,7 +51,7 @@ def chunk_terms(terms: Terms, start: int, stop: int) -> Terms:
     program = replace(terms.program, offset=offset_kind(grid))
     # How many rows of a few visit a column was not measured.
     columns = 0 if terms.columns == 0 else None
-    return terms._replace(program=program, grid=grid, columns=columns)
+    return terms._replace(program=program, grid=grid, columns=columns, cuts=None)
 
 
 @lasting

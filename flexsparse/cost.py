@@ -95,15 +95,12 @@ def tiled_ms(
 ) -> float:
     """Forward, and with ``grads`` backward too, of a kernel that visits tiles."""
     forward, backward = _reached(backend, dims, rates)
-    # A kernel computes a tile in pieces whose heights are powers of two.
-    piece = max(16, math.gcd(tiles.rows, 128)) if tiles.rows % 16 == 0 else 16
-    share = 1.0 if piece == 128 else getattr(rates, f"rows_{piece}")
     slower = (1.0, 1.0)
     if tiles.asked is not None:
         part = tiles.asked / tiles.number if tiles.number else 0.0
         kind = "tokens" if tiles.block < _BLOCK else "blocks"
         slower = (_slower(kind, "", part, rates), _slower(kind, "_back", part, rates))
-    area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * share
+    area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * _of_height(tiles.rows, rates)
     # The longest walk of one program takes as long as it takes, however many others there are.
     walked = max(tiles.number, tiles.row * box.processors)
     time = walked * area * _flops(dims) / (speed * forward) * slower[0]
@@ -113,6 +110,30 @@ def tiled_ms(
         )
         time += again * area / (speed * backward) * slower[1]
     return 1e3 * (time + rates.launch)
+
+
+class Step(NamedTuple):
+    """ms that one program takes for a tile: forward, backward in all, and of that by row and by column."""
+
+    forward: float
+    backward: float
+    rows: float
+    columns: float
+
+
+def step_ms(
+    tile: tuple[int, int], backend: str, dims: Dims, box: Ceilings, rates: Rates = RATES
+) -> Step:
+    """Of tiles of ``tile`` rows and keys, where all processors are busy."""
+    forward, backward = _reached(backend, dims, rates)
+    speed = box.matmul_flops_per_s * _of_height(tile[0], rates)
+    pair = 1e3 * tile[0] * tile[1] * box.processors / speed
+    return Step(
+        pair * _flops(dims) / forward,
+        pair * _backward_flops(dims) / backward,
+        pair * 2 * (2 * dims[0] + dims[1]) / backward,
+        pair * 2 * _flops(dims) / backward,
+    )
 
 
 def dense_ms(
@@ -169,6 +190,14 @@ def _reached(backend: str, dims: Dims, rates: Rates) -> tuple[float, float]:
     half: float = getattr(rates, f"{backend}_half")
     left: float = half ** max(0.0, math.log2(256 / sum(dims)))
     return at_128[0] * left, at_128[1] * left
+
+
+def _of_height(rows: int, rates: Rates) -> float:
+    """What of the speed of tiles of 128 rows is left for such."""
+    # A kernel computes a tile in pieces whose heights are powers of two.
+    piece = max(16, math.gcd(rows, 128)) if rows % 16 == 0 else 16
+    share: float = 1.0 if piece == 128 else getattr(rates, f"rows_{piece}")
+    return share
 
 
 def _slower(kind: str, way: str, part: float, rates: Rates) -> float:

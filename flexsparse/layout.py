@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flexsparse.address import Identity
 from flexsparse.ahead import Element
 from flexsparse.coverage import Span
+from flexsparse.cutting import Cuts, Launches, launches_of
 from flexsparse.device import lasting
 from flexsparse.errors import LayoutError
 from flexsparse.grid import Grid
@@ -21,6 +23,7 @@ from flexsparse.kernels.compress import expand
 from flexsparse.kernels.rows import pack_bits
 from flexsparse.listed import visible_pairs
 from flexsparse.occupancy import kernel_span, logical_span
+from flexsparse.ordering import Order
 from flexsparse.program import MaskProgram
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
@@ -42,7 +45,9 @@ class Layout(Shown):
     ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, W]`` row r visits and masks;
     the ``full_`` lists need no mask. ``columns`` are the same tiles by column, for gradients of keys
     and values; None where a plan needs none. B and H are 1 where all batches or heads share their
-    lists, W is the most that a row can hold. All int32, contiguous, rising.
+    lists, W is the most that a row can hold. All int32, contiguous, rising. ``launches`` are the same
+    tiles as kernels are given them where long rows and columns are ``cuts`` into pieces; ``order`` is
+    that of rows where they are not as they were.
     """
 
     grid: Grid
@@ -61,6 +66,9 @@ class Layout(Shown):
     select: Selection | None
     element: Element
     versions: Versions
+    cuts: Cuts | None = None
+    launches: Launches | None = None
+    order: Order | None = None
 
     @property
     def span(self) -> Span:
@@ -127,7 +135,15 @@ class Layout(Shown):
         rows, columns = self.span.tiles
         bits = pack_bits(torch.stack(self.tile_maps()))
         capacity = rows if capacity is None else capacity
-        return replace(self, columns=column_tiles(bits, columns, capacity))
+        return replace(self, columns=column_tiles(bits, columns, capacity)).cut(self.cuts)
+
+    @lasting
+    def cut(self, cuts: Cuts | None) -> Layout:
+        """The layout with its long rows and columns cut so, None for not at all."""
+        launches = None
+        if cuts is not None:
+            launches = launches_of(self.lists[:4], self.columns, cuts, self.span)
+        return replace(self, cuts=cuts, launches=launches)
 
     @property
     def logical_pairs(self) -> Tensor:
@@ -146,6 +162,9 @@ class Layout(Shown):
         h = torch.arange(self.heads[0], device=device).view(1, -1, 1)
         entry, lane, row = torch.broadcast_tensors(*self.address.kernel(b, h, rows.view(1, 1, -1)))
         kv = torch.arange(self.grid.kv_len, device=device)
+        if self.order is not None:
+            inverse = self.order.inverse
+            row = inverse[entry % inverse.shape[0], lane % inverse.shape[1], row].to(torch.int64)
         masked = self.mask_mod(entry[..., None], lane[..., None], row[..., None], kv)
         partial, full = (
             m[entry % m.shape[0], lane % m.shape[1], row // self.block_size[0]]
@@ -172,7 +191,10 @@ class Layout(Shown):
         if self.columns is not None:
             columns = ColumnTiles(*(t.to(device) for t in self.columns))
         tables = [t.to(device) for t in self.tables]
-        return replace(self, **tensors, tables=tables, columns=columns)
+        launches, order = tree_map_only(Tensor, lambda t: t.to(device), (self.launches, self.order))
+        return replace(
+            self, **tensors, tables=tables, columns=columns, launches=launches, order=order
+        )
 
     def __repr__(self) -> str:
         b, h = self.kv_indices.shape[:2]

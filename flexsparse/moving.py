@@ -35,7 +35,7 @@ def check_step(terms: Terms, by: Step) -> None:
     if not terms.moves:
         raise LayoutError(
             "plan.advance needs a plan made with q_offset as an int tensor on the plan's device, without "
-            "gradients, fallback, empty='error' and sanitize: make the plan so, or make the layout "
+            "gradients, fallback, empty='error', sanitize and cluster: make the plan so, or make the layout "
             "anew at each step"
         )
     assert isinstance(offset, Tensor)

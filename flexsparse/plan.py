@@ -12,6 +12,7 @@ from flexsparse.address import Identity
 from flexsparse.ahead import Ahead, Terms, look_ahead
 from flexsparse.arguments import check_flag, check_qkv
 from flexsparse.backends import Backend, Call, Work
+from flexsparse.backends.pieces import run_launches
 from flexsparse.building import make
 from flexsparse.choice import BACKENDS, UNTILED
 from flexsparse.chunks import check_chunk, chunk_ahead, chunk_layout, chunk_terms
@@ -271,7 +272,7 @@ class Plan(Shown):
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         work = Work(q, k, v, layout, self.score_program, score_tables, self.scale, need_lse, grads)
         with without_autocast(self.device):
-            out, lse = backend.run(work)
+            out, lse = run_launches(backend, work)
             out = self.address.unpack(out, self.grid.batch)
             if lse is not None:
                 lse = self.address.unpack(lse, self.grid.batch)
@@ -340,14 +341,11 @@ class Plan(Shown):
                 "plan from a selection as uneven as this one"
             )
 
-    @property
-    def _precision(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
     def _score_tables(self) -> list[Tensor]:
         if self.score_program is None:
             return []
-        return self.score_program.tables(self.grid, self.device, self._precision)
+        precision = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.score_program.tables(self.grid, self.device, precision)
 
     def call(self, grads: bool, lse: bool = False, learned: bool = False) -> Call:
         """What of its backend is asked in such a run."""

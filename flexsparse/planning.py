@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from flexsparse.ahead import Element, Terms, look_ahead
 from flexsparse.arguments import (
     Empty,
     Fallback,
+    check_cluster,
     check_empty,
     check_fallback,
     check_flag,
     check_scale,
     check_selection,
     check_sink,
+    check_split,
     tile_size,
 )
 from flexsparse.backends import Call
@@ -30,12 +32,16 @@ from flexsparse.choice import (
     choose_address,
     choose_backend,
     choose_tile,
+    laid_alike,
+    ordered,
     pack_of,
+    refuses_order,
     remarks,
     unpacked,
 )
-from flexsparse.errors import ShapeError
+from flexsparse.errors import LayoutError, ShapeError
 from flexsparse.grid import Grid
+from flexsparse.lengths import choose_cuts
 from flexsparse.occupancy import on_device_only
 from flexsparse.plan import Plan, checked_qkv
 from flexsparse.program import mask_program, score_program
@@ -67,6 +73,8 @@ class Choices(TypedDict, total=False):
     backend: BackendName
     pack: Pack | None
     tile: int | tuple[int, int] | None
+    split: int | Literal[False] | None
+    cluster: bool | None
 
 
 def make_plan(
@@ -86,12 +94,15 @@ def make_plan(
     backend: BackendName = "auto",
     pack: Pack | None = None,
     tile: int | tuple[int, int] | None = None,
+    split: int | Literal[False] | None = None,
+    cluster: bool | None = None,
 ) -> Plan:
     """Decides how calls like this one run, and makes the first layout.
 
     ``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``. ``backend``, ``pack`` (how heads
-    are laid) and ``tile`` override what would be chosen, as in `attention`. Where query heads are
-    packed beside short rows of candidates, what neighbours share is measured, on the device.
+    are laid), ``tile``, ``split`` and ``cluster`` override what would be chosen, as in `attention`. Where
+    query heads are packed beside short rows of candidates, what neighbours share is measured, on the
+    device.
     ``backend="measured"`` times the two best ways that were predicted, once for a kind of call.
     """
     q, k, v = checked_qkv(q, k, v)
@@ -124,14 +135,19 @@ def make_plan(
         score_code,
     )
     weighed = []
+    no_order = refuses_order(selection, grid, reach is not None, empty, sanitize)
+    if check_cluster(cluster) and no_order is not None:
+        raise LayoutError(f"cluster=True lays no rows in order here: {no_order}; leave cluster out")
+    cluster = cluster if no_order is None else False
     if backend in ("auto", "measured") and weighs(call):
-        weighed = _weighed((q, k, v), call, selection, grid, pack, tile, reasons)
+        weighed = _weighed((q, k, v), call, selection, grid, pack, tile, cluster, reasons)
     if backend == "measured" and len(weighed) > 1:
         tried = [
             make_plan(
                 q, k, v, rule=ruled, select=selection, score=scored, scale=scale, q_offset=q_offset,
                 sink=sink, fallback=fallback, empty=empty, sanitize=sanitize,
-                backend=way.backend, pack=way.pack, tile=way.tile,
+                backend=way.backend, pack=way.pack, tile=way.tile, split=split,
+                cluster=way.ordered,
             )
             for way in weighed[:2]
         ]  # fmt: skip
@@ -146,9 +162,14 @@ def make_plan(
         score_code = score_code and replace(score_code, address=address)
         reasons = [f"{weighed[0]} predicted", *(f"next {way}" for way in weighed[1:3])]
         reasons += remarks(chosen, call)
+        cluster = weighed[0].ordered
     else:
         chosen = choose_backend(backend, call, reasons)
-        size = choose_tile(tile, grid, address, selection, chosen, call, reasons)
+        laid = laid_alike(selection) if cluster and selection is not None else selection
+        size = choose_tile(tile, grid, address, laid, chosen, call, reasons)
+    if cluster:
+        address = ordered(address, selection, size, chosen, reasons)
+        program = replace(program, address=address)
     terms = Terms(
         program,
         grid,
@@ -174,9 +195,15 @@ def make_plan(
         ahead=look_ahead(terms),
         first=None,
     )
-    object.__setattr__(plan, "first", plan.measured(plan.layout(selection)))
-    if not weighed and plan.first is not None and not on_device_only(q.device):
-        object.__setattr__(plan, "reasons", (*_foreseen(call, plan), *plan.reasons))
+    first = plan.measured(plan.layout(selection))
+    object.__setattr__(plan, "first", first)
+    if not weighed and not on_device_only(q.device):
+        reasons = [*_foreseen(call, plan), *reasons]
+    cuts = choose_cuts(first, chosen, call, check_split(split), reasons)
+    if cuts is not None:
+        # Room for columns may have been measured.
+        plan = replace(plan, terms=plan.terms._replace(cuts=cuts), first=first.cut(cuts))
+    object.__setattr__(plan, "reasons", tuple(reasons))
     return plan
 
 
@@ -208,12 +235,14 @@ def _weighed(
     grid: Grid,
     pack: Pack | None,
     tile: int | tuple[int, int] | None,
+    cluster: bool | None,
     why: list[str],
 ) -> list[Way]:
     """The ways to run the call, where there is memory to measure what the device can do."""
     asked = None if tile is None else tile_size(tile)
     try:
-        return ways(qkv, call, select, grid, unpacked(*qkv, select), pack=pack, tile=asked)
+        base = unpacked(*qkv, select)
+        return ways(qkv, call, select, grid, base, pack=pack, tile=asked, cluster=cluster)
     except torch.OutOfMemoryError:
         why.append("not weighed: no memory is left to measure what this device can do")
         return []

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from flexsparse.address import Identity, address_of
+from flexsparse.address import Identity, Taken, address_of
 from flexsparse.bounds import check_tables
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
@@ -110,10 +110,14 @@ class MaskProgram:
         return FixedTables([_own(t) for t in offset], [_own(t) for t in rule])
 
     def tables(
-        self, fixed: FixedTables, words: Tensor | None = None, empty: Tensor | None = None
+        self,
+        fixed: FixedTables,
+        words: Tensor | None = None,
+        empty: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> list[Tensor]:
         """Every tensor that the code reads, in its order."""
-        found = list(fixed.offset)
+        found = [*([] if place is None else [place]), *fixed.offset]
         if self.member is not None:
             assert words is not None
             found.append(words)
@@ -125,7 +129,12 @@ class MaskProgram:
     @property
     def words_at(self) -> int:
         """Where among the tables the membership words stand."""
-        return 0 if self.offset == "none" else 1
+        return self.ordered + (self.offset != "none")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether rows stand in the order of what they select."""
+        return isinstance(self.address, Taken) and self.address.axis == "order"
 
     def of_rule_alone(self) -> MaskProgram:
         """The rule in logical coordinates, without selection."""
@@ -143,7 +152,7 @@ class MaskProgram:
         theirs = list(tables[len(tables) - len(mine) :])
         if self.offset != "none":
             mine.append(offset_table(grid, self.offset, device))
-            theirs.append(tables[0])
+            theirs.append(tables[self.ordered])
         return all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def counts_changes(self, grid: Grid) -> bool:
@@ -181,6 +190,7 @@ class MaskProgram:
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             rest = list(tables)
             entry, lane = b, h
+            q_idx, kv_idx, word_row = self.address.laid(rest, b, h, q_idx, kv_idx)
             b, h, row, key = self.address.logical(b, h, q_idx, kv_idx)
             position = row
             if self.offset != "none":
@@ -189,7 +199,10 @@ class MaskProgram:
             if self.member is not None:
                 words = rest.pop(0)
                 if member:
-                    allowed = self.member.holds(words, self.address, b, h, row, key)
+                    at = row
+                    if word_row is not q_idx:
+                        at = self.address.logical(entry, lane, word_row, kv_idx)[2]
+                    allowed = self.member.holds(words, self.address, b, h, at, key)
             if self.reach is not None:
                 table = rest.pop(0)
                 if fallback:
@@ -226,6 +239,7 @@ class ScoreProgram:
     def mod(self, tables: Sequence[Tensor]) -> ScoreMod:
         def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             rest = list(tables)
+            q_idx, kv_idx, _ = self.address.laid(rest, b, h, q_idx, kv_idx)
             b, h, row, key = self.address.logical(b, h, q_idx, kv_idx)
             if self.offset != "none":
                 row = row + offset_of(rest.pop(0), self.offset, b)

@@ -51,4 +51,12 @@ def _kind(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
         plan.grid.batch,
         plan.device,
     )
-    return (*forms, wants, plan.backend, plan.tile, plan.program.key, score and score.key)
+    return (
+        *forms,
+        wants,
+        plan.backend,
+        plan.tile,
+        plan.terms.cuts,
+        plan.program.key,
+        score and score.key,
+    )

@@ -24,7 +24,7 @@ def register(kind: type[T]) -> type[T]:
 
     def holds_tensors(value: Any) -> bool:
         if isinstance(value, tuple):
-            return any(isinstance(part, Tensor) for part in value)
+            return any(holds_tensors(part) for part in value)
         return isinstance(value, Tensor | list) or type(value) in _KINDS
 
     def flatten(made: Any) -> tuple[list[Any], _Rest]:

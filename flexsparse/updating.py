@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from flexsparse.ahead import Ahead, Terms
 from flexsparse.building import geometry_of, lists_for, make, versions_of
@@ -35,10 +36,13 @@ def update(
 
     ``layout`` is one of the same terms.
     """
-    if select is None or terms.asks_queries:
+    if select is None or terms.asks_queries or terms.program.ordered:
         _copy(layout, make(terms, select, ahead))
     else:
         _convert(layout, terms, select, ahead, rows)
+    if layout.launches is not None:
+        both = (tree_leaves(x.launches) for x in (layout, layout.cut(layout.cuts)))
+        _copy_all(*([t for t in leaves if t is not None] for leaves in both))
     object.__setattr__(layout, "select", select)
     object.__setattr__(layout, "versions", versions_of(ahead, select))
 
@@ -154,6 +158,7 @@ def _tensors(layout: Layout) -> Iterator[Tensor]:
     yield from layout.tables
     if layout.columns is not None:
         yield layout.columns.degrees
+    yield from layout.order or ()
     yield from (t for t in (layout.has_empty_row, layout.seen_keys) if t is not None)
 
 

@@ -6,6 +6,7 @@ candidates, when a plan is made; what that takes is reckoned by the cost model.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,13 @@ from flexsparse.backends import Call, decode, dense, gather
 from flexsparse.choice import (
     BACKENDS,
     DEFAULT_TILE,
+    FINE_KEYS,
     UNTILED,
     BackendName,
     Pack,
     fine_keys,
+    holds_several,
+    laid_alike,
     viewable,
 )
 from flexsparse.cost import Counts, Gathered, Job, Pairs, Read, Tiles, predicted_ms
@@ -28,8 +32,13 @@ from flexsparse.layout import Layout
 from flexsparse.occupancy import on_device_only
 from flexsparse.overlap import MOST_TILES, heights, tiles_met
 from flexsparse.selection import Selection
+from flexsparse.shapes import ceil_div
 
 Size = tuple[int, int]
+# Rows are not laid anew for less than that part of the time without.
+_ENOUGH = 0.85
+# How often candidates are moved while rows are sorted by them.
+_HASHING = 6
 
 
 class Way(NamedTuple):
@@ -41,11 +50,13 @@ class Way(NamedTuple):
     pack: Pack
     tile: Size
     job: Job | None = None
+    ordered: bool = False
 
     def __str__(self) -> str:
         where = "" if self.backend in UNTILED else f" over {self.tile[0]}x{self.tile[1]}"
         packed = ", heads packed" if self.pack == "pack" else ""
-        return f"{self.backend}{where}{packed}: {self.ms:.3g} ms"
+        alike = ", alike rows together" if self.ordered else ""
+        return f"{self.backend}{where}{packed}{alike}: {self.ms:.3g} ms"
 
 
 def weighs(call: Call) -> bool:
@@ -63,16 +74,25 @@ def ways(
     *,
     pack: Pack | None = None,
     tile: Size | None = None,
+    cluster: bool | None = None,
 ) -> list[Way]:
     """Every way that can run the call, quickest first; none where nothing is to be weighed.
 
-    ``base`` is how heads are laid where they are not packed; ``pack`` and ``tile`` leave only those asked
-    for. Reads the device once or twice.
+    ``base`` is how heads are laid where they are not packed; ``pack``, ``tile`` and ``cluster`` leave only
+    those asked for. Reads the device once or twice.
     """
     if select is None:
         found = [] if pack == "pack" else _all_pairs(call, grid, pack or base, tile)
     else:
-        found = _selected(qkv, call, select, grid, base, pack, tile)
+        found = _selected(qkv, call, select, grid, base, pack, tile, ordered=False)
+        # What the rule makes of the tiles of single rows stands on the device.
+        codes = select.indices.shape[:3].numel() * ceil_div(grid.kv_len, FINE_KEYS)
+        if cluster or (cluster is None and codes <= MOST_TILES):
+            alike = laid_alike(select)
+            laid = _selected(qkv, call, alike, grid, base, pack, tile, ordered=True)
+            as_they_are = min((way.ms for way in found), default=math.inf)
+            enough = [way for way in laid if cluster or way.ms < _ENOUGH * as_they_are]
+            found = enough if cluster else found + enough
     return _exact(found, call)
 
 
@@ -149,10 +169,21 @@ def _selected(
     base: Pack,
     pack: Pack | None,
     tile: Size | None,
+    *,
+    ordered: bool,
 ) -> list[Way]:
     address = call.program.address
     group, heads = address.group, (address.heads, address.kv_heads)
     laid = _laid(qkv, select, grid, base, pack, tile)
+    if ordered:
+        per_query = {"pack": group}
+        laid = [
+            (way, size)
+            for way, size in laid
+            if holds_several(size[0] // per_query.get(way, 1), select.q_block)
+        ]
+    if not laid:
+        return []
     sizes = [(rows // group if way == "pack" else rows, keys) for way, (rows, keys) in laid]
     met = tiles_met(select, grid, heads, sizes)
     box = ceilings(call.device, call.dtype)
@@ -167,8 +198,15 @@ def _selected(
         tiles = Tiles(at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each)
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize
-        found += _tiled(call, tiles, way, box, copied if way == "pack" else 0.0)
-    if pack is None and gather.fuses(call):
+        moved = copied * ((way == "pack") + ordered)
+        if not ordered:
+            found += _tiled(call, tiles, way, box, moved)
+            continue
+        # The rows are sorted by what their candidates hash to.
+        moved += 4.0 * select.indices.numel() * _HASHING
+        made = _tiled(call, tiles, way, box, moved)
+        found += [one._replace(ordered=True) for one in made if one.backend == "flex"]
+    if pack is None and not ordered and gather.fuses(call):
         blocks = int((select.indices >= 0).sum()) * select.q_block
         lists = select.indices.shape[:2].numel()
         own = select.heads == address.heads or call.program.uses_head

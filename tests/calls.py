@@ -45,6 +45,8 @@ class Call:
     head_dim: int = 16
     tile: tuple[int, int] | None = None
     pack: str | None = None
+    split: int | None = None
+    cluster: bool | None = None
     fallback: Any = None
     sink: bool = False
     offset: str = "default"
@@ -73,6 +75,11 @@ def tensors(call: Call, device: torch.device) -> tuple[tuple[Tensor, ...], dict[
         "fallback": call.fallback,
         "tile": call.tile,
         "pack": call.pack,
+    }
+    options |= {
+        name: value
+        for name, value in (("split", call.split), ("cluster", call.cluster))
+        if value is not None
     }
     if call.offset == "each":
         options["q_offset"] = torch.randint(-3, call.kv_len, (call.batch,), generator=draw).to(

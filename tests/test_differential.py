@@ -57,6 +57,40 @@ def calls(draw: Any, **fixed: Any) -> Call:
     return dataclasses.replace(call, **fixed)
 
 
+@st.composite
+def uneven_calls(draw: Any) -> Call:
+    """Calls in tiles so small that rows and columns have many, cut from a few on."""
+    tile = draw(st.sampled_from(((16, 16), (16, 32), (32, 16), (48, 20), (17, 16))))
+    return draw(calls(tile=tile, split=draw(st.sampled_from((1, 2, 3, 5)))))
+
+
+@st.composite
+def clustered_calls(draw: Any) -> Call:
+    """Calls whose rows are laid in an order of their own, several to a tile."""
+    q_block = draw(st.sampled_from((1, 2, 4, 7)))
+    packed = draw(st.booleans())
+    group = draw(st.sampled_from((1, 2, 4)))
+    rows = (group if packed else 1) * q_block * draw(st.sampled_from((2, 5, 8)))
+    call = draw(
+        calls(
+            q_block=q_block,
+            group=group,
+            q_len=draw(st.sampled_from([n for n in LENGTHS if n > q_block])),
+            tile=(max(rows, rows * -(-16 // rows)), draw(st.sampled_from((16, 20, 64)))),
+            pack="pack" if packed else "identity",
+            sharing=draw(
+                st.sampled_from(("shared", "kv") if packed else ("shared", "kv", "query"))
+            ),
+            fallback=None,
+            split=draw(st.sampled_from((None, None, 2))),
+            cluster=True,
+        )
+    )
+    if call.rule in SQUARE_RULES:
+        call = dataclasses.replace(call, kv_len=200)
+    return call
+
+
 def judge(call: Call, device: torch.device, backend: str, grads: bool = True) -> None:
     inputs, options = tensors(call, device)
     fs.check(*inputs, **options, backend=backend, grads=grads, seed=call.seed).raise_if_failed()
@@ -65,6 +99,32 @@ def judge(call: Call, device: torch.device, backend: str, grads: bool = True) ->
 @settings(max_examples=250, **SETTINGS)
 @given(calls())
 def test_tiles_agree_with_the_reference(call: Call) -> None:
+    judge(call, torch.device("cpu"), "tiles")
+
+
+@settings(max_examples=150, **SETTINGS)
+@given(uneven_calls())
+def test_rows_and_columns_in_pieces_agree_with_the_reference(call: Call) -> None:
+    judge(call, torch.device("cpu"), "tiles")
+
+
+@settings(max_examples=150, **SETTINGS)
+@given(clustered_calls())
+def test_clustered_rows_agree_with_the_reference(call: Call) -> None:
+    judge(call, torch.device("cpu"), "tiles")
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, **SETTINGS)
+@given(clustered_calls())
+def test_clustered_rows_agree_with_the_reference_at_length(call: Call) -> None:
+    judge(call, torch.device("cpu"), "tiles")
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, **SETTINGS)
+@given(uneven_calls())
+def test_pieces_agree_with_the_reference_at_length(call: Call) -> None:
     judge(call, torch.device("cpu"), "tiles")
 
 
@@ -209,6 +269,14 @@ def test_fused_kernels_agree_on_a_gpu(call: Call, grads: bool, device: torch.dev
     """Blocks of 16 to 256; with gradients the backward of narrow blocks runs in wider tiles."""
     with torch.set_grad_enabled(grads):
         fused(call, device, grads, draws=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grads", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("call", ON_GPU[::2], ids=_name)
+def test_pieces_agree_on_a_gpu(call: Call, grads: bool, device: torch.device) -> None:
+    with torch.set_grad_enabled(grads):
+        fused(dataclasses.replace(call, split=1 + call.batch), device, grads, draws=2)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,89 @@
+"""A layout whose long rows and columns are cut, run as launches of a backend, and merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexsparse.address import Axis, taken
+from flexsparse.backends import Backend, Call, Work, flash, flex
+from flexsparse.cutting import Slots
+from flexsparse.kernels.columns import ColumnTiles
+from flexsparse.kernels.pieces import beside, join, take
+from flexsparse.kernels.reorder import reorder
+
+
+def of_pieces(backend: Backend, call: Call | Work) -> Backend:
+    """Who runs the pieces of rows, whose lse is needed: and in training its gradient."""
+    if backend is flash and (call.grads or (call.score is not None and call.score.score.gathers)):
+        return flex
+    return backend
+
+
+def run_launches(backend: Backend, work: Work) -> tuple[Tensor, Tensor | None]:
+    """The call by ``backend``: at once, or whole rows and pieces each by a launch; rows in their order."""
+    order = work.layout.order
+    if order is None:
+        return _run(backend, work)
+    q, score, tables = reorder(work.q, *order), work.score, work.score_tables
+    if score is not None:
+        score = replace(score, address=taken(score.address, "order"))
+        tables = [order.place, *tables]
+    out, lse = _run(backend, work._replace(q=q, score=score, score_tables=tables))
+    back = order.inverse, order.place
+    return reorder(out, *back), lse if lse is None else reorder(lse[..., None], *back)[..., 0]
+
+
+def _run(backend: Backend, work: Work) -> tuple[Tensor, Tensor | None]:
+    launches = work.layout.launches
+    if launches is None:
+        return backend.run(work)
+    lists, keys, whole = launches.whole, launches.columns, work
+    if work.grads and keys is not None:
+        lists = launches.trained
+        k, v = (take(x, keys.place, keys.owner, keys.parts, True) for x in (work.k, work.v))
+        whole = _over(work._replace(k=k, v=v), "keys", keys)
+    rows = launches.rows
+    if rows is None:
+        return backend.run(_with(whole, lists))
+    own, q = beside(work.q, rows.place, rows.owner, rows.parts)
+    out, lse = backend.run(_with(whole._replace(q=own), lists))
+    pieces = _with(_over(work._replace(q=q, lse=True), "rows", rows), launches.pieces)
+    found, found_lse = of_pieces(backend, work).run(pieces)
+    assert found_lse is not None
+    if lse is None:
+        lse = torch.empty(out.shape[:3], dtype=found_lse.dtype, device=out.device)
+    out, lse = join(out, lse, found, found_lse, rows.place, rows.owner, rows.parts)
+    return out, lse if work.lse else None
+
+
+def _over(work: Work, axis: Axis, slots: Slots) -> Work:
+    """The work over rows or keys as a launch takes them: whoever asks for a place reads its table."""
+    program, score, tables = work.layout.program, work.score, work.score_tables
+    layout = replace(
+        work.layout,
+        program=replace(program, address=taken(program.address, axis)),
+        tables=[slots.laid, *work.layout.tables],
+    )
+    if score is not None:
+        score = replace(score, address=taken(score.address, axis))
+        tables = [slots.laid, *tables]
+    return work._replace(layout=layout, score=score, score_tables=tables)
+
+
+def _with(work: Work, lists: list[Tensor]) -> Work:
+    """The work over other lists."""
+    columns = None
+    if len(lists) > 4:
+        columns = ColumnTiles(lists[4], lists[5], lists[6], lists[7], lists[4])
+    layout = replace(
+        work.layout,
+        kv_num_blocks=lists[0],
+        kv_indices=lists[1],
+        full_kv_num_blocks=lists[2],
+        full_kv_indices=lists[3],
+        columns=columns,
+    )
+    return work._replace(layout=layout)

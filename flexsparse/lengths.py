@@ -1,0 +1,195 @@
+"""How long the rows and columns of tiles of a layout are, and from which length on they are cut.
+
+One program walks a row forward, and a column in the backward. Programs begin in no order of length, so
+the last to begin may be the longest: that long all others wait.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexsparse.backends import Backend, Call
+from flexsparse.backends.pieces import of_pieces
+from flexsparse.cost import moved_ms, step_ms
+from flexsparse.cutting import Cuts
+from flexsparse.device import ceilings
+from flexsparse.errors import BackendError
+from flexsparse.layout import Layout
+from flexsparse.occupancy import on_device_only
+from flexsparse.shapes import ceil_div
+
+CUTTING = ("tiles", "flex", "flash")
+# Lengths to cut at, in those of the mean list.
+_TIMES = (1, 2, 4, 8, 16, 32)
+# Slots for pieces, beside the most that any list needed, and rows that no kernel takes for decoding.
+_ROOM = 1.5
+_LEAST_ROWS = 128
+# What is to be gained of the whole time before anything is cut.
+_GAIN = 0.05
+
+
+class Lengths(NamedTuple):
+    """Of lists: their tiles in all and the longest; and by length to cut ``at``, the most ``slots`` that
+    the lists of a head need and the tiles in all that are ``cut``."""
+
+    tiles: int
+    longest: int
+    at: tuple[int, ...]
+    slots: tuple[int, ...]
+    cut: tuple[int, ...]
+
+
+def lengths_of(numbers: Tensor, at: tuple[int, ...] | None = None) -> Lengths:
+    """Of lists of so many tiles ``[B, H, n]``, cut at ``at``, by default multiples of the mean. Reads the
+    device once."""
+    numbers = numbers.to(torch.int64)
+    if at is None:
+        mean = (numbers.sum() + numbers.numel() - 1) // max(1, numbers.numel())
+        cuts = mean.clamp(min=1) * torch.tensor(_TIMES, device=numbers.device)
+    else:
+        cuts = torch.tensor(at, device=numbers.device)
+    each = cuts.view(-1, 1, 1, 1)
+    longer = numbers > each
+    pieces = torch.where(longer, (numbers + each - 1) // each, 0).sum(-1)
+    tiles = torch.where(longer, numbers, 0).sum((1, 2, 3))
+    read = [numbers.sum()[None], numbers.amax()[None], cuts]
+    read += [pieces.amax((1, 2)), tiles]
+    found: list[int] = torch.cat(read).tolist()
+    n = len(cuts)
+    parts = [tuple(found[2 + i * n : 2 + (i + 1) * n]) for i in range(3)]
+    return Lengths(found[0], found[1], *parts)
+
+
+def choose_cuts(
+    layout: Layout, backend: Backend, call: Call, split: int | bool | None, why: list[str]
+) -> Cuts | None:
+    """Which rows and columns are cut: as asked, or where it is predicted to pay."""
+    if split is False:
+        return None
+    if (refusal := refuses(backend, call)) is not None:
+        if split is None:
+            return None
+        raise BackendError(f"split={split} cannot be had here: {refusal}; leave split out")
+    heads = layout.address.kernel_heads
+    rows, columns = layout.kv_num_blocks + layout.full_kv_num_blocks, None
+    # The keys of a column are those of all heads that read them, whose lists must be one.
+    shared = rows.shape[1] == 1 or heads[0] == heads[1]
+    # FlashAttention-4 reads one table for each pair.
+    read = backend.name == "flash" and call.score is not None and call.score.score.gathers > 0
+    if call.grads and layout.columns is not None and shared and not read:
+        columns = layout.columns.degrees.sum(0)
+    if split is not None:
+        return _asked(split, rows, columns, layout, why)
+    if call.device.type != "cuda" or on_device_only(call.device):
+        return None
+    try:
+        return _weighed(rows, columns, layout, backend, call, why)
+    except torch.OutOfMemoryError:
+        # None is left to measure what the device can do.
+        return None
+
+
+def refuses(backend: Backend, call: Call) -> str | None:
+    """Why a backend cannot run pieces, or None."""
+    if backend.name not in CUTTING:
+        return f"backend {backend.name!r} walks no rows of tiles that could be cut"
+    asking = replace(call, lse=True)
+    return of_pieces(backend, asking).refuses(asking)
+
+
+def _asked(
+    longest: int, rows: Tensor, columns: Tensor | None, layout: Layout, why: list[str]
+) -> Cuts:
+    why.append(f"rows and columns of more than {longest} tiles are cut as asked")
+
+    def slots(numbers: Tensor) -> int:
+        if on_device_only(numbers.device):
+            return numbers.shape[-1]
+        return _room(lengths_of(numbers, (longest,)).slots[0])
+
+    return Cuts(
+        longest,
+        _row_slots(slots(rows), layout),
+        longest,
+        0 if columns is None else slots(columns),
+    )
+
+
+def _weighed(
+    rows: Tensor,
+    columns: Tensor | None,
+    layout: Layout,
+    backend: Backend,
+    call: Call,
+    why: list[str],
+) -> Cuts | None:
+    """Where the longest walk takes so much that its pieces, and their merging, take less."""
+    box = ceilings(call.device, call.dtype)
+    dims = call.head_dim, call.v_head_dim
+    step = step_ms(layout.block_size, backend.name, dims, box)
+    address = layout.address
+    heads, kv_heads = address.kernel_heads
+    lanes = address.kernel_batch(layout.grid.batch) * heads
+    sharing = lanes // rows.shape[:2].numel()
+    by_row = lengths_of(rows)
+    whole = by_row.tiles * sharing * (step.forward + call.grads * step.backward) / box.processors
+    beside = of_pieces(backend, replace(call, lse=True))
+    slower = step_ms(layout.block_size, beside.name, dims, box)
+    # dQ is gathered by row, but by FlashAttention-4, which adds it up from all columns.
+    walked = step.forward + (step.rows if call.grads and backend.name != "flash" else 0.0)
+    more = slower.forward - step.forward + call.grads * (slower.backward - step.backward)
+    element = call.dtype.itemsize * (1 + call.grads)
+
+    def saved_by_row(i: int) -> float:
+        # The pieces are a second launch, with a last program of its own.
+        gain = (by_row.longest - 2 * by_row.at[i]) * walked
+        slots = _row_slots(_room(by_row.slots[i]), layout)
+        moved = slots * lanes * layout.block_size[0] * element * sum(dims)
+        gain -= by_row.cut[i] * sharing * more / box.processors
+        return gain - 2 * moved_ms(moved, box) * (1 + call.grads)
+
+    found = Cuts(0, 0)
+    best = max(range(len(by_row.at)), key=saved_by_row)
+    if (saved := saved_by_row(best)) > _GAIN * whole:
+        slots = _row_slots(_room(by_row.slots[best]), layout)
+        found = found._replace(row=by_row.at[best], row_slots=slots)
+        part = by_row.cut[best] / max(1, by_row.tiles)
+        why.append(
+            f"rows of more than {by_row.at[best]} tiles (the longest has {by_row.longest}; together "
+            f"{part:.0%} of all) are cut, their pieces run by {beside.name} and merged by lse: "
+            f"{saved:.2g} ms less predicted"
+        )
+    if columns is None:
+        return found if found.row_slots else None
+    by_column = lengths_of(columns)
+    # One program of FlexAttention walks a column for all heads of its keys.
+    each = 1 if backend.name == "flash" else heads // kv_heads
+    keys = address.kernel_batch(layout.grid.batch) * kv_heads * sum(dims) * call.dtype.itemsize
+
+    def saved_by_column(i: int) -> float:
+        taken = layout.grid.kv_len + _room(by_column.slots[i]) * layout.block_size[1]
+        # Keys and values are laid anew, and their gradients laid back.
+        moved = 2 * moved_ms(keys * taken, box)
+        return (by_column.longest - by_column.at[i]) * each * step.columns - moved
+
+    best = max(range(len(by_column.at)), key=saved_by_column)
+    if (saved := saved_by_column(best)) > _GAIN * whole and by_column.slots[best]:
+        found = found._replace(column=by_column.at[best], column_slots=_room(by_column.slots[best]))
+        why.append(
+            f"columns that more than {by_column.at[best]} rows visit (at most {by_column.longest}) are "
+            f"cut, and what their pieces give keys and values is added: {saved:.2g} ms less predicted"
+        )
+    return found if found.row_slots or found.column_slots else None
+
+
+def _room(slots: int) -> int:
+    return max(2, math.ceil(slots * _ROOM))
+
+
+def _row_slots(slots: int, layout: Layout) -> int:
+    return max(slots, ceil_div(_LEAST_ROWS, layout.block_size[0]))

@@ -1,0 +1,288 @@
+"""Rows and columns of tiles cut into pieces: the same tiles, the same results, and when it is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import flexsparse as fs
+from flexsparse import lengths
+from flexsparse.backends import Call
+from flexsparse.choice import BACKENDS
+from flexsparse.device import Ceilings
+from flexsparse.kernels import pieces
+from flexsparse.kernels.compress import compress, expand
+from flexsparse.kernels.cut import cut_lists, places
+from flexsparse.masks import Causal
+from flexsparse.measure.draws import long_tailed, past_blocks
+
+COLUMNS = 30
+
+
+def drawn_lists(shape: tuple[int, int, int], seed: int) -> list[Tensor]:
+    """Lists by row, partial and full, some of which are much longer than the others."""
+    draw = torch.Generator().manual_seed(seed)
+    most = torch.where(torch.rand(shape, generator=draw) < 0.6, 2, COLUMNS)
+    listed = torch.rand(*shape, COLUMNS, generator=draw).argsort(-1) < most[..., None]
+    partial = listed & (torch.rand(listed.shape, generator=draw) < 0.5)
+    return [*compress(partial), *compress(listed & ~partial)]
+
+
+@pytest.mark.parametrize("slots", [1, 5, 40])
+@pytest.mark.parametrize("longest", [1, 2, 7, 29, 30])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 6), (1, 3, 9)])
+def test_every_tile_is_walked_once(shape: tuple[int, int, int], longest: int, slots: int) -> None:
+    lists = drawn_lists(shape, longest)
+    cut = cut_lists(lists, longest, slots)
+    own = cut.owner[..., None].expand(-1, -1, -1, COLUMNS).long()
+    for i, rest in ((0, cut.partial_num), (2, cut.full_num)):
+        visits = expand(rest, lists[i + 1], COLUMNS).int()
+        visits.scatter_add_(2, own, expand(cut.lists[i], cut.lists[i + 1], COLUMNS).int())
+        assert torch.equal(visits, expand(lists[i], lists[i + 1], COLUMNS).int())
+        used = torch.arange(cut.lists[i + 1].shape[-1]) < cut.lists[i][..., None]
+        assert bool(((cut.lists[i + 1].diff(dim=-1) > 0) | ~used[..., 1:]).all()), "lists rise"
+    assert int((cut.lists[0] + cut.lists[2]).max()) <= longest
+    number = lists[0] + lists[2]
+    rest = cut.partial_num + cut.full_num
+    needed = torch.where(number > longest, -(-number // longest), 0).sum(-1)
+    long_left = (rest > longest).any(-1)
+    # Lists stay whole only where slots are short.
+    assert bool((~long_left | (needed > slots)).all())
+
+
+def test_the_last_list_can_be_left_whole() -> None:
+    lists = [torch.full((1, 1, 2), 4, dtype=torch.int32), torch.arange(4).int().expand(1, 1, 2, 4)]
+    lists += [torch.zeros_like(lists[0]), torch.zeros_like(lists[1])]
+    cut = cut_lists(lists, 2, 8, but_last=True)
+    assert cut.partial_num.tolist() == [[[0, 4]]]
+    assert cut.parts.tolist() == [[[2, 0, 0, 0, 0, 0, 0, 0]]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(0)
+    size, length, dim, slots = 16, 91, 24, 20
+    cut = cut_lists(drawn_lists((2, 1, 6), 3), 4, slots)
+    place = places(cut.owner, size, length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    x, out, found = (
+        normal(2, 4, length, dim),
+        normal(2, 4, length, dim),
+        normal(2, 4, slots * size, dim),
+    )
+    own = torch.randn(2, 4, slots * size, generator=draw)
+    own[torch.rand(own.shape, generator=draw) < 0.3] = -torch.inf
+    d_out, d_lse = normal(2, 4, length, dim), torch.randn(2, 4, length, generator=draw)
+    given = [x, out, found, own, d_out, d_lse, place, cut.owner, cut.parts]
+
+    def run(where: torch.device) -> list[Tensor]:
+        x, out, found, own, d_out, d_lse, place, owner, parts = (t.to(where) for t in given)
+        results = []
+        for ahead in (False, True):
+            taken = pieces.take(x, place, owner, parts, ahead)
+            results += [taken, pieces.untake(taken, owner, parts, length, ahead)]
+        lse = torch.zeros(2, 4, length, device=where)
+        joined = pieces.join_pieces(out, lse, found, own, place, owner, parts)
+        results += joined
+        results += pieces.unjoin_pieces(d_out, d_lse, joined[0], found, joined[2], place)
+        return [t.cpu() for t in results]
+
+    for kernel, twin in zip(run(device), run(torch.device("cpu")), strict=True):
+        torch.testing.assert_close(kernel, twin)
+
+
+def uneven(seed: int = 0, longest: int = 12, rows: int = 12) -> fs.Selection:
+    """Lists of three blocks of 16, and one of ``longest``; -1 fills the rest. For 2 KV heads."""
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(1, 2, rows, 12, generator=draw).argsort(-1)
+    keep = torch.full((rows,), 3)
+    keep[rows // 2] = longest
+    chosen = torch.where(torch.arange(12) < keep[:, None], chosen, -1)
+    return fs.Selection.from_indices(chosen, kv_len=192, q_len=rows * 16, q_block=16, kv_block=16)
+
+
+def inputs(q_len: int = 192, grads: bool = False) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    lengths = (("q", 4, q_len), ("k", 2, 192), ("v", 2, 192))
+    return [
+        torch.randn(1, heads, n, 16, generator=draw).requires_grad_(grads)
+        for _, heads, n in lengths
+    ]
+
+
+OPTIONS: dict[str, Any] = {"rule": Causal(), "backend": "tiles", "tile": 16}
+
+
+def same(result: Any, qkv: list[Tensor], select: fs.Selection, **options: Any) -> None:
+    true = fs.reference(*qkv, rule=Causal(), select=select, **options)
+    torch.testing.assert_close(result.out, true.out.to(result.out.dtype), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result.lse, true.lse.to(result.lse.dtype), atol=1e-5, rtol=1e-5)
+
+
+def test_what_was_not_foreseen_is_as_exact() -> None:
+    """More and longer rows than the plan has slots for stay whole."""
+    qkv = inputs()
+    plan = fs.make_plan(*qkv, select=uneven(longest=6), split=4, **OPTIONS)
+    worse = fs.Selection.from_indices(
+        torch.arange(12).expand(1, 2, 12, 12).contiguous(), kv_len=192, q_len=192, q_block=16, kv_block=16
+    )  # fmt: skip
+    layout = plan.layout(worse)
+    assert layout.launches is not None and layout.launches.rows is not None
+    # Rows 4 to 11 have more than 4 tiles.
+    assert int((layout.launches.whole[0] + layout.launches.whole[2]).max()) == 12
+    same(plan.run(*qkv, layout, return_lse=True), qkv, worse)
+
+
+def test_pieces_are_written_in_place() -> None:
+    qkv = inputs()
+    plan = fs.make_plan(*qkv, select=uneven(), split=4, **OPTIONS)
+    layout = plan.layout(uneven())
+    held, _ = tree_flatten(layout.launches)
+    memory = [t.data_ptr() for t in held if isinstance(t, Tensor)]
+    other = uneven(5, longest=9)
+    assert plan.layout(other, into=layout) is layout
+    now, _ = tree_flatten(layout.launches)
+    assert [t.data_ptr() for t in now if isinstance(t, Tensor)] == memory
+    fresh, _ = tree_flatten(plan.layout(other).launches)
+    for a, b in zip(now, fresh, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    same(plan.run(*qkv, layout, return_lse=True), qkv, other)
+    changed = other.indices.clone()
+    changed[:, :, 3] = torch.arange(12)
+    third = fs.Selection.from_indices(changed, kv_len=192, q_len=192, q_block=16, kv_block=16)
+    plan.layout(third, into=layout, rows=range(3, 4))
+    same(plan.run(*qkv, layout, return_lse=True), qkv, third)
+
+
+def test_cut_layouts_advance() -> None:
+    qkv = inputs(q_len=16)
+    offset = torch.tensor(100)
+    select = uneven(longest=12, rows=1)
+    plan = fs.make_plan(*qkv, select=select, split=2, q_offset=offset, **OPTIONS)
+    layout = plan.layout(select)
+    plan.advance(layout, by=30)
+    same(plan.run(*qkv, layout, return_lse=True), qkv, select, q_offset=130)
+
+
+def test_chunks_of_a_cut_plan() -> None:
+    qkv, select = inputs(), uneven()
+    plan = fs.make_plan(*qkv, select=select, split=4, **OPTIONS)
+    whole = plan.run(*qkv).out
+    part = plan.chunk(64, 128).run(qkv[0][:, :, 64:128], *qkv[1:]).out
+    torch.testing.assert_close(part, whole[:, :, 64:128])
+
+
+@pytest.mark.parametrize("grads", [False, True], ids=["forward", "backward"])
+def test_inside_compiled_code(grads: bool) -> None:
+    qkv, select = inputs(grads=grads), uneven()
+    plan = fs.make_plan(*qkv, select=select, split=4, **OPTIONS)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        chosen = fs.Selection.from_indices(
+            indices, kv_len=192, q_len=192, q_block=16, kv_block=16, out_of_range="drop"
+        )
+        return plan.run(q, k, v, plan.layout(chosen)).out
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    indices = uneven(3).indices
+    got, plain = compiled(*qkv, indices), step(*qkv, indices)
+    torch.testing.assert_close(got, plain)
+    if grads:
+        weight = torch.randn_like(got)
+        for a, b in zip(*(torch.autograd.grad(x, qkv, weight) for x in (got, plain)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_unlisted_keys_are_never_read() -> None:
+    qkv, select = inputs(grads=True), uneven()
+    seen = torch.zeros(12, dtype=torch.bool)
+    seen[:6] = True
+    few = fs.Selection.from_indices(
+        torch.where(select.indices < 6, select.indices, -1), kv_len=192, q_len=192, q_block=16, kv_block=16
+    )  # fmt: skip
+    hidden = (~seen).repeat_interleave(16)[:, None]
+    poisoned = [
+        qkv[0],
+        *(x.detach().masked_fill(hidden, torch.nan).requires_grad_() for x in qkv[1:]),
+    ]
+    plan = fs.make_plan(*qkv, select=few, split=2, **OPTIONS)
+    for x in (qkv, poisoned):
+        for leaf in x:
+            leaf.grad = None
+        plan.run(*x).out.sum().backward()
+    torch.testing.assert_close(poisoned[1].grad, qkv[1].grad)
+    torch.testing.assert_close(poisoned[2].grad, qkv[2].grad)
+
+
+def test_the_same_bits_twice() -> None:
+    qkv, select = inputs(grads=True), uneven()
+    plan = fs.make_plan(*qkv, select=select, split=2, **OPTIONS)
+    once, twice = (torch.autograd.grad(plan.run(*qkv).out.sum(), qkv) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_launches_are_part_of_the_tree() -> None:
+    plan = fs.make_plan(*inputs(grads=True), select=uneven(), split=4, **OPTIONS)
+    layout = plan.first
+    assert layout is not None
+    leaves, spec = tree_flatten(layout)
+    again = tree_unflatten(leaves, spec)
+    assert again.launches.whole[0] is layout.launches.whole[0]
+    assert layout.to("cpu").launches.columns.parts is not None
+
+
+def test_a_plan_says_that_it_cuts() -> None:
+    qkv = inputs()
+    assert "more than 4 tiles are cut" in str(
+        fs.make_plan(*qkv, select=uneven(), split=4, **OPTIONS)
+    )
+    assert fs.make_plan(*qkv, select=uneven(), **OPTIONS).terms.cuts is None
+
+
+@pytest.mark.parametrize("split", [True, 0, -1, 1.5, "long"])
+def test_what_split_may_be(split: Any) -> None:
+    with pytest.raises(fs.FlexSparseError, match="split must be None"):
+        fs.attention(*inputs(), select=uneven(), split=split)
+
+
+def test_who_cannot_cut_says_so() -> None:
+    with pytest.raises(fs.FlexSparseError, match="split=3 cannot be had here"):
+        fs.attention(*inputs(), select=uneven(), split=3, backend="gather")
+
+
+@pytest.mark.parametrize("tail", [None, (0.01, 0.3)], ids=["even", "long-tailed"])
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_long_rows_are_cut_where_it_is_predicted_to_pay(
+    backend: str, tail: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the counts of a layout and what one H200 was measured to reach."""
+    length, keep = 32768, 4
+    draw = torch.Generator().manual_seed(0)
+    counts: Tensor | int = keep
+    if tail is not None:
+        counts = long_tailed(length, 8, (128, 128), keep, tail, draw)
+    chosen = past_blocks(length, 8, 128, 128, counts, draw)
+    select = fs.Selection.from_indices(
+        chosen, kv_len=length, q_len=length, q_block=128, kv_block=128
+    )
+    q, k = (torch.empty(1, heads, length, 16) for heads in (32, 8))
+    plan = fs.make_plan(q, k, k, select=select, backend="tiles", tile=128, pack="fold")
+    assert plan.first is not None
+    monkeypatch.setattr(lengths, "ceilings", lambda *_: Ceilings(4e12, 7.2e14, 132))
+    call = Call(
+        torch.device("cpu"), torch.bfloat16, 128, 128, length, False, False, False, plan.program, None
+    )  # fmt: skip
+    rows = plan.first.kv_num_blocks + plan.first.full_kv_num_blocks
+    why: list[str] = []
+    cuts = lengths._weighed(rows, None, plan.first, BACKENDS[backend], call, why)
+    assert (cuts is not None) == (tail is not None)
+    if cuts is not None:
+        assert keep < cuts.row < int(rows.max()) and "merged by lse" in why[0]
