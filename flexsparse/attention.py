@@ -15,7 +15,7 @@ from flexsparse.choice import BackendName, Pack
 from flexsparse.device import autocast_dtype
 from flexsparse.layout import Layout
 from flexsparse.parameters import held, is_number, settled
-from flexsparse.plan import Plan
+from flexsparse.plan import Plan, Result
 from flexsparse.planning import Choices, make_plan
 from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
@@ -103,9 +103,16 @@ def attention(
         "sink": sink, "fallback": fallback, "empty": empty, "sanitize": sanitize,
         "backend": backend, "pack": pack, "tile": tile, "split": split, "cluster": cluster,
     }  # fmt: skip
-    plan, layout = _planned(q, k, v, options)
-    result = plan.run(q, k, v, layout, return_lse=return_lse)
+    result = attended(q, k, v, options, return_lse=return_lse)
     return result.out if result.lse is None else (result.out, result.lse)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], *, return_lse: bool = False
+) -> Result:
+    """As `attention` with these keywords, ``rule`` and ``score`` among them; says what computed it."""
+    plan, layout = _planned(q, k, v, options)
+    return plan.run(q, k, v, layout, return_lse=return_lse)
 
 
 # The plans of the last few calls, each with every object that its signature names: so an identity in a

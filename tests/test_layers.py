@@ -24,7 +24,7 @@ LAYERS = [
     "attention modules",
     "checking samples measure",
     "viz",
-    "experiment bench gallery verbs cli __main__",
+    "hf experiment bench gallery verbs cli __main__",
 ]
 PLACE = {room: (row, i) for row, names in enumerate(LAYERS) for i, room in enumerate(names.split())}
 # Rows are read from the top; within `parameters` etc. the order of names is the order of imports.
