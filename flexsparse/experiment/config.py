@@ -150,7 +150,8 @@ class Row(Strict):
 
 class Config(Strict):
     """An experiment. ``baseline`` is the dense attention that rows are held against, and ``check``
-    how many query rows meet the reference: true for all."""
+    how many query rows meet the reference: true for all. ``perplexity``: each row also replaces the
+    attention of all layers of the input's model."""
 
     name: Annotated[str, AfterValidator(_name)]
     input: Input = Input(sample="smollm2")
@@ -158,6 +159,7 @@ class Config(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     check: Annotated[Any, AfterValidator(_check)] = True
     baseline: Any = "causal"
+    perplexity: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     repeats: Annotated[int, Field(ge=1, le=10_000)] = 5
     rows: Annotated[list[Row], Field(min_length=1)]

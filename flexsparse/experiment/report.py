@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from flexsparse.experiment.journal import write_whole
 from flexsparse.experiment.pareto import picture
-from flexsparse.experiment.table import QUESTION, TABLES, lines
+from flexsparse.experiment.table import QUESTION, lines, tables
 from flexsparse.experiment.verdict import baseline, noted, verdict
 
 STAGES = ("index", "layout", "movement", "kernel")
@@ -37,7 +37,7 @@ def write_report(
         baseline=baseline(rows),
         tables=[
             {"title": title, "columns": columns, "rows": lines(rows, columns)}
-            for title, columns in TABLES
+            for title, columns in tables(rows)
         ],
         notes=noted(rows),
         pareto=picture(finished),

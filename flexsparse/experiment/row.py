@@ -15,6 +15,7 @@ from flexsparse.experiment.load import Case
 from flexsparse.experiment.model import QKV
 from flexsparse.experiment.notes import notes
 from flexsparse.experiment.quality import quality
+from flexsparse.experiment.replaced import Replaced
 from flexsparse.experiment.timing import time_plan
 from flexsparse.measure.delivery import Dense, delivered
 from flexsparse.parameters import describe, moved
@@ -28,11 +29,13 @@ def run_row(
     baseline: MaskRule | None,
     dense: Dense | Exception,
     config: Config,
+    replaced: Replaced | None = None,
 ) -> dict[str, Any]:
     """What stands in ``rows.jsonl`` for this row; ``status`` is ok, wrong or failed.
 
     Times are in ms, ``budget`` counts over batch and query heads, errors are largest absolute
-    differences. A failure is kept as its text. ``dense`` may be what went wrong with the baseline.
+    differences. A failure is kept as its text. ``dense`` may be what went wrong with the baseline;
+    ``replaced`` is the model whose perplexity is asked for.
     """
     row = case.row
     record: dict[str, Any] = {
@@ -46,7 +49,8 @@ def run_row(
     try:
         if isinstance(dense, Exception):
             raise dense
-        record |= {"dense": vars(dense)} | _measured(case, qkv, baseline, dense, config)
+        record["dense"] = vars(dense) | ({} if replaced is None else {"perplexity": replaced.own})
+        record |= _measured(case, qkv, baseline, dense, config, replaced)
         record["notes"] = notes(record)
     except (Exception, SystemExit) as error:  # a script's exit ends its row, not the run
         told = said(error, case.rule, case.select)
@@ -59,7 +63,12 @@ def run_row(
 
 
 def _measured(
-    case: Case, qkv: QKV, baseline: MaskRule | None, dense: Dense, config: Config
+    case: Case,
+    qkv: QKV,
+    baseline: MaskRule | None,
+    dense: Dense,
+    config: Config,
+    replaced: Replaced | None,
 ) -> dict[str, Any]:
     row, (q, k, v) = case.row, qkv
     rule, select, score = (moved(x, q.device) for x in (case.rule, case.select, case.score))
@@ -96,6 +105,10 @@ def _measured(
     found |= quality(
         qkv, result.out, plan.grid, baseline, rule=rule, select=selection, fallback=fallback
     )
+    if replaced is not None:
+        found["perplexity"] = replaced.measure(
+            rule=rule, select=select, score=score, fallback=fallback, **forced
+        )
     if config.check:
         sampled = None if config.check is True else config.check
         # The selection that was timed, not one chosen anew, is what the reference is asked about.

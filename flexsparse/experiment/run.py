@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from flexsparse.experiment.environment import environment
 from flexsparse.experiment.inputs import load_inputs
 from flexsparse.experiment.journal import append, finished, plain, write_whole
 from flexsparse.experiment.load import Experiment
-from flexsparse.experiment.model import QKV
+from flexsparse.experiment.model import QKV, Read, read
+from flexsparse.experiment.replaced import Replaced
 from flexsparse.experiment.report import write_report
 from flexsparse.experiment.resume import refuse_changes
 from flexsparse.experiment.row import run_row
@@ -50,7 +52,7 @@ def run(
     it is finished.
     """
     config, text = experiment.config, experiment.as_yaml()
-    qkv = _inputs(experiment)
+    qkv, model = _inputs(experiment)
     around = environment(qkv[0].device) | {"files": experiment.files}
     journal = out / "rows.jsonl"
     records: list[dict[str, Any]] = []
@@ -64,16 +66,17 @@ def run(
     rule = moved(experiment.baseline, qkv[0].device)
     # Rows of one offset are held against one measurement, also if another run has made it.
     dense: dict[int | None, Dense | Exception] = {
-        case.row.q_offset: Dense(**record["dense"])
+        case.row.q_offset: Dense(**{f.name: record["dense"][f.name] for f in fields(Dense)})
         for case, record in zip(experiment.cases, records, strict=False)
         if "dense" in record
     }
+    replaced = None if model is None else Replaced(model)
     started, before = time.monotonic(), len(records)
     for case in experiment.cases[before:]:
         begun, offset = time.monotonic(), case.row.q_offset
         if offset not in dense:
             dense[offset] = _timed(qkv, rule, offset, config.repeats)
-        record = run_row(case, qkv, rule, dense[offset], config)
+        record = run_row(case, qkv, rule, dense[offset], config, replaced)
         record = plain(record | {"seconds": time.monotonic() - begun} | common)
         append(journal, record)
         records.append(record)
@@ -94,7 +97,8 @@ def _timed(
         return error
 
 
-def _inputs(experiment: Experiment) -> QKV:
+def _inputs(experiment: Experiment) -> tuple[QKV, Read | None]:
+    """q, k and v, and the model where its perplexity is asked for."""
     config, source = experiment.config, experiment.source
     wanted = config.device
     if wanted == "auto":
@@ -103,14 +107,17 @@ def _inputs(experiment: Experiment) -> QKV:
         source.note(("device",), "is cuda, but torch finds no CUDA device here")
         wanted = "cpu"
     dtype, device = getattr(torch, config.dtype), torch.device(wanted)
+    model = None
     try:
-        found = load_inputs(config.input, dtype, device, config.seed, source.folder)
+        if config.perplexity and config.input.model is not None:
+            model = read(config.input.model, dtype, device, source.folder, head=True)
+        found = load_inputs(config.input, dtype, device, config.seed, source.folder, model)
     except FlexSparseError as error:
         source.note(("input",), str(error))
     except (RuntimeError, MemoryError) as error:
         source.note(("input",), f"cannot be made: {error}")
     source.raise_noted()
-    return found
+    return found, model
 
 
 def open_folder(out: Path, texts: dict[str, str]) -> None:

@@ -20,13 +20,18 @@ def _nothing(dense: dict[str, Any]) -> str:
     return NOTHING
 
 
+def _always(row: dict[str, Any]) -> bool:
+    return True
+
+
 class Column(NamedTuple):
-    """A heading, what it means, a row's entry, and the baseline's."""
+    """A heading, what it means, a row's entry, the baseline's, and for which rows there is something to say."""
 
     head: str
     means: str
     of: Callable[[dict[str, Any]], str]
     base: Callable[[dict[str, Any]], str] = _nothing
+    told: Callable[[dict[str, Any]], bool] = _always
 
 
 def _share(value: float | None) -> str:
@@ -88,7 +93,50 @@ CHECKS = (
     Column("query rows", "that were compared, of all", _checked),
 )
 
+
+def _has_perplexity(row: dict[str, Any]) -> bool:
+    return "perplexity" in row
+
+
+def _fine(value: float | None) -> str:
+    """A perplexity: a hundredth of it is much."""
+    return NOTHING if value is None else f"{value:,.2f}"
+
+
+def _perplexity(row: dict[str, Any]) -> str:
+    return _fine(row["perplexity"]["value"]) if _has_perplexity(row) else NOTHING
+
+
+def _own_perplexity(dense: dict[str, Any]) -> str:
+    return _fine(dense.get("perplexity"))
+
+
+def _in_model(which: str) -> Callable[[dict[str, Any]], str]:
+    """Pairs of all layers, in parts of the baseline's in as many."""
+
+    def entry(row: dict[str, Any]) -> str:
+        if not _has_perplexity(row):
+            return NOTHING
+        found = row["perplexity"]
+        return _share(found[which] / (found["layers"] * row["dense"]["pairs"]))
+
+    return entry
+
+
+def _model_inflation(row: dict[str, Any]) -> str:
+    found = row.get("perplexity", {})
+    logical = found.get("logical_pairs")
+    return number(found["physical_pairs"] / logical) if logical else NOTHING
+
+
 KEEPS = (
+    Column(
+        "perplexity",
+        "of the model with the row's attention in all layers; of the baseline, as it is",
+        _perplexity,
+        _own_perplexity,
+        _has_perplexity,
+    ),
     Column(
         "mass kept",
         "the baseline's softmax mass on the row's pairs, mean over batch, heads and queries",
@@ -114,6 +162,7 @@ KEEPS = (
             row["pairs_outside"] / row["budget"]["logical_pairs"] if row["pairs_outside"] else 0.0
         ),
         lambda dense: _share(0.0),
+        lambda row: bool(row["pairs_outside"]),
     ),
     Column(
         "physical",
@@ -128,6 +177,52 @@ KEEPS = (
         "inflation",
         "physical pairs for each logical pair",
         lambda row: number(row["budget"]["inflation"]),
+    ),
+    Column(
+        "delivered",
+        "of the promised speedup, what arrived",
+        lambda row: number(row["delivered"]),
+        lambda dense: "1",
+    ),
+)
+
+MODEL = (
+    Column(
+        "perplexity",
+        "exp of the mean loss of each token, from those before it",
+        _perplexity,
+        _own_perplexity,
+        _has_perplexity,
+    ),
+    Column(
+        "of dense",
+        "beside the model as it is",
+        lambda row: (
+            _times(row["perplexity"]["value"] / row["dense"]["perplexity"])
+            if _has_perplexity(row) and row["perplexity"]["value"]
+            else NOTHING
+        ),
+        lambda dense: _times(1.0) if "perplexity" in dense else NOTHING,
+        _has_perplexity,
+    ),
+    Column(
+        "pairs",
+        "logical pairs of all layers, in parts of the baseline's",
+        _in_model("logical_pairs"),
+        lambda dense: _share(1.0),
+        _has_perplexity,
+    ),
+    Column(
+        "physical",
+        "physical pairs of all layers, in parts of the baseline's logical ones",
+        _in_model("physical_pairs"),
+        told=_has_perplexity,
+    ),
+    Column(
+        "inflation",
+        "physical pairs of all layers for each logical pair",
+        _model_inflation,
+        told=_has_perplexity,
     ),
 )
 
@@ -181,16 +276,27 @@ DELIVERED = (
 
 TABLES = (
     ("Is it right?", CHECKS),
-    ("What each row keeps", KEEPS),
+    ("What each row keeps, and at what cost", KEEPS),
+    ("In all layers of the model", MODEL),
     ("Where the time goes, in ms", COSTS),
     ("What was delivered", DELIVERED),
 )
 
 
+def tables(rows: list[dict[str, Any]]) -> list[tuple[str, tuple[Column, ...]]]:
+    """The titles and columns that say something of these rows."""
+    finished = [row for row in rows if row["status"] != "failed"]
+    found = [
+        (title, tuple(c for c in columns if c.told is _always or any(map(c.told, finished))))
+        for title, columns in TABLES
+    ]
+    return [(title, columns) for title, columns in found if columns]
+
+
 def cells(row: dict[str, Any], columns: tuple[Column, ...]) -> list[str]:
     """A row's entries; dashes where it failed."""
     if row["status"] == "failed":
-        first = "failed" if columns is CHECKS else NOTHING
+        first = "failed" if columns[0] is CHECKS[0] else NOTHING
         return [first] + [NOTHING] * (len(columns) - 1)
     return [column.of(row) for column in columns]
 
@@ -200,7 +306,7 @@ def lines(
 ) -> list[tuple[str, str, list[str]]]:
     """(name, status, entries), the baseline first; a star marks a row with a note."""
     found = []
-    if columns is not CHECKS:
+    if columns[0] is not CHECKS[0]:
         several = len(baselines(rows)) > 1
         for dense in baselines(rows):
             name = f"baseline: {dense['rule']}"
@@ -220,7 +326,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(Text(verdict(rows)))
     console.print(Text(baseline(rows), style="dim"))
     styles = {"ok": "", "baseline": "dim"}
-    for title, columns in TABLES:
+    for title, columns in tables(rows):
         console.print()
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         table.add_column("row", overflow="fold")
