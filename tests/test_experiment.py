@@ -19,12 +19,13 @@ import flexsparse as fs
 from flexsparse.checking import Report
 from flexsparse.errors import ConfigError
 from flexsparse.experiment import row as row_module
+from flexsparse.experiment.columns import TABLES
 from flexsparse.experiment.config import Input, RandomInput
 from flexsparse.experiment.inputs import load_inputs
 from flexsparse.experiment.load import load
 from flexsparse.experiment.quality import quality
 from flexsparse.experiment.run import run
-from flexsparse.experiment.table import TABLES, cells, print_table
+from flexsparse.experiment.table import cells, print_table
 from flexsparse.experiment.verdict import verdict
 from flexsparse.masks import Causal, SlidingWindow
 

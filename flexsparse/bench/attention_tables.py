@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexsparse.bench.form import Record, add, table
-from flexsparse.experiment.table import NOTHING, number
+from flexsparse.experiment.columns import NOTHING, number
 
 _MODES = {"forward": "", "training": "  and backward"}
 _STEP_TIMES = (("eager_ms", "eager"), ("wall_ms", "wall"), ("graph_ms", "graph"))

@@ -11,7 +11,7 @@ from rich.text import Text
 from flexsparse.bench.attention_tables import attention_tables
 from flexsparse.bench.form import Record, table
 from flexsparse.bench.way_tables import way_tables
-from flexsparse.experiment.table import NOTHING, number
+from flexsparse.experiment.columns import NOTHING, number
 
 OURS = "flexsparse"
 # Kinds of time, and what each is called.

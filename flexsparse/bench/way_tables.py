@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from flexsparse.bench.form import Record, add, table
-from flexsparse.experiment.table import NOTHING, number
+from flexsparse.experiment.columns import NOTHING, number
 
 # A prediction this near, or a choice this near to the best, is a good one.
 NEAR, BEST = 0.25, 0.10
