@@ -181,6 +181,18 @@ def test_scores_and_inference_mode(model: Any) -> None:
     assert not torch.allclose(capped, logits(model, ids), atol=1e-3)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(model: Any, device: torch.device) -> None:
+    from copy import deepcopy
+
+    ids, there = tokens(200, batch=2), deepcopy(model).to(device)
+    for select in (None, Quest(block=16, q_block=16, keep=4)):
+        with hf.use(model, select=select):
+            here = logits(model, ids)
+        with hf.use(there, select=select):
+            assert torch.allclose(logits(there, ids.to(device)).cpu(), here, atol=5e-3, rtol=0)
+
+
 # ---- what is refused
 
 
