@@ -102,6 +102,18 @@ def test_quality_and_speed_stand_in_one_table(tiny: Path) -> None:
         assert value in text and "In all layers of the model" in text
 
 
+def test_two_runs_are_compared_in_it(tiny: Path) -> None:
+    from flexsparse.verbs.compare import print_comparison, read_run
+
+    rows = run(written(tiny, CONFIG), tiny / "one")
+    run(written(tiny, CONFIG, "rows.window.rule.sliding_window.size=9"), tiny / "two")
+    text = io.StringIO()
+    both = [read_run(str(tiny / name)) for name in ("one", "two")]
+    print_comparison(*both, Console(file=text, width=120))
+    assert "perplexity" in text.getvalue()
+    assert f"{rows[1]['perplexity']['value']:.3g} →" in text.getvalue()
+
+
 def test_without_it_there_is_no_such_column(tmp_path: Path) -> None:
     rows = run(written(tmp_path, SMALL), tmp_path / "out")
     assert all("perplexity" not in row for row in rows)

@@ -144,6 +144,8 @@ KEEPS = (
     Column("inflation", _at("budget", "inflation"), False),
     Column("pairs", _at("budget", "logical_pairs"), True),
 )
+# Only of runs that ask for it.
+PERPLEXITY = Column("perplexity", _at("perplexity", "value"), False)
 COSTS = (
     Column("kernel", _at("time_ms", "kernel"), True),
     Column("total", _at("time_ms", "total"), True),
@@ -200,7 +202,9 @@ def print_comparison(a: Run, b: Run, console: Console) -> None:
             console.print(Text(f"  {key}: {values[0]} → {values[1]}"))
     pairs = [(name, a.rows[name], b.rows[name]) for name in shared]
     if pairs:
-        _print_rows("What each row keeps, A → B; of pairs B / A", KEEPS, pairs, console)
+        asked = any(PERPLEXITY.of(row) is not None for _, *both in pairs for row in both)
+        keeps = (PERPLEXITY, *KEEPS) if asked else KEEPS
+        _print_rows("What each row keeps, A → B; of pairs B / A", keeps, pairs, console)
         _print_rows("What it costs; of times B / A", COSTS, pairs, console)
     else:
         console.print(Text("\nNo row is in both."))
