@@ -34,7 +34,7 @@ UNCOUNTED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["compare_in_a_model"])
+@pytest.mark.parametrize("name", ["compare_in_a_model", "compare_at_8192"])
 def test_every_count_is_the_tiles_of_a_window_with_sinks(name: str) -> None:
     found = load_file(SAMPLES / "smollm2_layer.safetensors")
     q, k = (found[x].float() for x in "qk")
