@@ -113,12 +113,11 @@ def tiled_ms(
 
 
 class Step(NamedTuple):
-    """ms that one program takes for a tile: forward, backward in all, and of that by row and by column."""
+    """ms that one program takes for a tile: forward, backward in all, and of that by row."""
 
     forward: float
     backward: float
     rows: float
-    columns: float
 
 
 def step_ms(
@@ -132,7 +131,6 @@ def step_ms(
         pair * _flops(dims) / forward,
         pair * _backward_flops(dims) / backward,
         pair * 2 * (2 * dims[0] + dims[1]) / backward,
-        pair * 2 * _flops(dims) / backward,
     )
 
 

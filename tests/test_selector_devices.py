@@ -72,7 +72,13 @@ OTHERS: dict[str, Callable[[], fs.Selector]] = {
     "streaming": lambda: StreamingLLM(**small, window=20),
     "random": lambda: Random(**small, keep=3),
     "a-shape": lambda: AShapeBlocks(**small, window=9),
-    "minference": lambda: MInference(**small),
+    "minference": lambda: MInference(
+        patterns=(
+            VerticalSlashBlocks(**small, vertical=2, slash=2),
+            AShapeBlocks(**small, window=9),
+            BlockSparse(**small, keep=3),
+        )
+    ),
     "flex prefill": lambda: FlexPrefill(**small, gamma=0.4, tau=0.3),
     "xattention": lambda: XAttention(**small, stride=4, tau=0.6),
     "vertical slash": lambda: VerticalSlashBlocks(**small, vertical=2, slash=2),
