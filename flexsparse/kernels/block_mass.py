@@ -48,8 +48,11 @@ def block_mass(
     over ``share`` neighbouring heads (one, a part of those of a KV head, or those of several); a block
     has the weighted sum or the highest of the windows around it. ``position [B or 1, Q]`` int64. A query that sees no whole
     window gives none.
+
+    ``lse [B, Hq, Q]`` of these softmaxes, natural log and -inf where no window is seen, spares the pass
+    that finds it.
     """
-    given = (q, keys, position, list(around), how, blocks, q_block, share, scale)
+    given = (q, keys, position, list(around), how, blocks, q_block, share, scale, lse)
     if q.is_cuda:
         run = torch.ops.flexsparse.block_mass if torch.compiler.is_compiling() else filled
         mass: Tensor = run(*given)
