@@ -175,10 +175,11 @@ def gathered_ms(
         # Keys and values are read again. Their gradients are added in fp32, or a block reads its readers.
         added = sum(dims) * (4 if block == 1 else heads * itemsize / block)
         moved = 2 * moved + added
-    many = "_many" if heads >= _MANY_HEADS else ""
-    reached: float = getattr(rates, f"gather{many}{'_both' if grads else ''}")
+    kind = "_blocks" if block > 1 else "_many" if heads >= _MANY_HEADS else ""
+    reached: float = getattr(rates, f"gather{kind}{'_both' if grads else ''}")
+    cached = rates.gather_bytes if block == 1 else rates.gather_blocks_bytes
     computing = keys * flops / (box.matmul_flops_per_s * reached)
-    moving = keys * moved / (box.copy_bytes_per_s * rates.gather_bytes)
+    moving = keys * moved / (box.copy_bytes_per_s * cached)
     return 1e3 * (max(computing, moving) + rates.launch)
 
 

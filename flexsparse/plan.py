@@ -25,7 +25,7 @@ from flexsparse.merge import Partial, with_sink
 from flexsparse.moving import Step, check_step, move, ready, refuse_outside, refuse_past
 from flexsparse.occupancy import on_device_only
 from flexsparse.parameters import describe
-from flexsparse.program import MaskProgram, ScoreProgram, member_of
+from flexsparse.program import MaskProgram, ScoreProgram
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
@@ -209,7 +209,12 @@ class Plan(Shown):
         """Whether a selection has the batch, heads and blocks that this plan was made for."""
         member = self.program.member
         # A chunk of one row of the selection keeps the code of the whole.
-        return member is not None and replace(member_of(select), one_row=member.one_row) == member
+        return (
+            member is not None
+            and select.indices.shape[0] == member.batch
+            and (select.heads, select.q_block, select.kv_block)
+            == (member.heads, member.q_block, member.kv_block)
+        )
 
     def fits(self, layout: Layout) -> bool:
         """Whether ``layout`` is for this plan's rule, lengths, heads, tile and device, and holds what its

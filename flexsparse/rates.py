@@ -44,6 +44,10 @@ class Rates(NamedTuple):
     gather_many: float = 0.26
     gather_many_both: float = 0.23
     gather_bytes: float = 1.06
+    # The same of whole blocks: 16 of 64 keys a query, 16 query heads a KV head, S=16384.
+    gather_blocks: float = 0.147
+    gather_blocks_both: float = 0.147
+    gather_blocks_bytes: float = 1.6
     # Of the copy ceiling, that of reading twice over: 32 pages of 64 keys, 32 sequences, 8 KV heads.
     decode: float = 0.93
     # What a kernel takes to begin and end, in s.

@@ -55,6 +55,8 @@ TOP_K = {16384: 1.011e9 / 128**2, 32768: 2.085e9 / 128**2}
         (gathered_ms(2**24, 1, 64, DIMS, 2, BOX, grads=True), 15.5),
         (gathered_ms(2**27, 1, 4, DIMS, 2, BOX, grads=False), 14.9),
         (gathered_ms(2**27, 1, 4, DIMS, 2, BOX, grads=True), 58.1),
+        (gathered_ms(2**26, 64, 16, DIMS, 2, BOX, grads=False), 5.40),
+        (gathered_ms(2**26, 64, 16, DIMS, 2, BOX, grads=True), 18.7),
     ],
 )
 def test_the_model_gives_what_was_measured(predicted: float, measured: float) -> None:
