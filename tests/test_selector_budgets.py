@@ -12,7 +12,19 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.masks import Causal
-from flexsparse.selectors import Mass, OracleTopK, OracleTopP, Quest, Tiles, recall
+from flexsparse.selectors import (
+    MSA,
+    NSA,
+    BlockSparse,
+    InfLLMv2,
+    Mass,
+    MoBA,
+    OracleTopK,
+    OracleTopP,
+    Quest,
+    Tiles,
+    recall,
+)
 from flexsparse.selectors.base import own_blocks
 
 BUDGETS: list[Any] = [
@@ -129,6 +141,37 @@ def test_forced_blocks_come_first(keep: Any) -> None:
             for r, row in enumerate(found):
                 score = want[b][h][r]
                 assert row == set(kept(score, keep, exponentials(score), {0, r}))
+
+
+GALLERY: dict[str, Any] = {
+    "moba": lambda keep: MoBA(block=8, keep=keep, q_block=8),
+    "msa": lambda keep: MSA(block=8, keep=keep, q_block=8),
+    "nsa": lambda keep: NSA(length=4, stride=4, block=8, keep=keep, q_block=8),
+    "infllm": lambda keep: InfLLMv2(
+        length=4, stride=4, block=8, keep=keep, q_block=8, local=1, dense_len=0
+    ),
+    "block sparse": lambda keep: BlockSparse(block=8, keep=keep, q_block=8),
+    "quest": lambda keep: Quest(block=8, keep=keep, q_block=8),
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+@pytest.mark.parametrize("keep", [2, 0.4, Mass(0.8), (1, Mass(0.6))])
+def test_every_selector_of_scores_takes_every_budget(name: str, keep: Any) -> None:
+    """Their scores ranked and counted one row after the other; of NSA and InfLLM these are mass itself."""
+    draw = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, 2, 65, 16, generator=draw) for _ in range(2))
+    grid, selector = fs.Grid(65, 65), GALLERY[name](keep)
+    given = selector.score(q, k, grid)
+    forced = selector.forced(grid, q.device)
+    want = rowwise(given, grid, (8, 8))
+    each = keep if isinstance(keep, tuple) else (keep, keep)
+    for h, found in enumerate(sets(selector.select(q, k, grid, Causal()))[0]):
+        for r, row in enumerate(found):
+            score = want[0][h][r]
+            mass = score if name in ("nsa", "infllm") else exponentials(score)
+            must = set() if forced is None else set(forced[0, 0, r].nonzero()[:, 0].tolist())
+            assert row == set(kept(score, each[h], mass, must)), (h, r)
 
 
 def test_the_width_of_lists_is_known_without_looking() -> None:

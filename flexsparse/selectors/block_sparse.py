@@ -17,6 +17,7 @@ from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing
 from flexsparse.selectors.covering import block_means, precise, shared
 from flexsparse.selectors.last_queries import products
+from flexsparse.selectors.physical import Keep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,7 +28,7 @@ class BlockSparse(Selector):
     zeros). Lists are per query head; heads that share one (``heads``) get all that any of them chose.
     """
 
-    keep: int = 100
+    keep: Keep = 100
     heads: Heads = "query"
 
     def __post_init__(self) -> None:

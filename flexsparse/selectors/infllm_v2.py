@@ -13,7 +13,7 @@ windows to save time; here it is exact.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.physical import Keep
 from flexsparse.selectors.visible import begun, nearest
 from flexsparse.selectors.windows import Windows, windows
 
@@ -39,9 +40,11 @@ class InfLLMv2(Selector):
     ``scale``: of the scores, by default ``D ** -0.5``.
     """
 
+    scores_are_mass: ClassVar[bool] = True
+
     length: int = 32
     stride: int = 16
-    keep: int = 64
+    keep: Keep = 64
     first: int = 1
     local: int = 32
     own_block: Literal["beside", "among"] = "beside"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexsparse.grid import Grid
 from flexsparse.selectors.base import Heads, Selector, check_sharing, pooled
+from flexsparse.selectors.physical import Keep
 from flexsparse.selectors.pooled import highest
 from flexsparse.selectors.visible import begun, exactly, nearest
 
@@ -33,7 +34,7 @@ class MoBA(Selector):
     """
 
     block: int = 512
-    keep: int = 3
+    keep: Keep = 3
     q_block: int = 1
     heads: Heads = "query"
 

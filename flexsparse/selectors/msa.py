@@ -19,6 +19,7 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, ShapeError, check_number, check_table
 from flexsparse.grid import Grid
 from flexsparse.selectors.base import Selector, pooled
+from flexsparse.selectors.physical import Keep
 from flexsparse.selectors.visible import begun, by_rows, exactly, nearest
 
 
@@ -35,7 +36,7 @@ class MSA(Selector):
     """
 
     block: int = 128
-    keep: int = 16
+    keep: Keep = 16
     q_block: int = 1
     query: Tensor | None = None
     key: Tensor | None = None

@@ -12,7 +12,7 @@ branches is `flexsparse.modules.NSAAttention`; here keys are compressed by their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class NSA(Selector):
     index runs backward from the block's first stride. They agree where length, stride and block are one.
     ``scale``: of the compressed attention, by default ``D ** -0.5``.
     """
+
+    scores_are_mass: ClassVar[bool] = True
 
     length: int = 32
     stride: int = 16
