@@ -6,6 +6,7 @@ from flexsparse.selectors.block_sparse import BlockSparse
 from flexsparse.selectors.budgets import Mass
 from flexsparse.selectors.caches import Cache
 from flexsparse.selectors.flex_prefill import FlexPrefill
+from flexsparse.selectors.gym_indexer import GymIndexer
 from flexsparse.selectors.h2o import H2O
 from flexsparse.selectors.infllm_v2 import InfLLMv2
 from flexsparse.selectors.lightning_indexer import LightningIndexer
@@ -41,6 +42,7 @@ __all__ = [
     "BlockSparse",
     "Cache",
     "FlexPrefill",
+    "GymIndexer",
     "InfLLMv2",
     "LightningIndexer",
     "MInference",

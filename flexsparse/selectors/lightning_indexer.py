@@ -135,12 +135,22 @@ class LightningIndexer(Trained, Selector):
         made: Tensor = self.keys(rearrange(k.detach(), "b g s d -> b s (g d)").to(self._dtype))
         return made[:, None]
 
+    def indexed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Index queries ``[B, Q, J, E]``, keys ``[B, S, E]`` and weights ``[B, Q, J]`` before their scale."""
+        check_layer("LightningIndexer", self.heads, self.head_dim, q, k)
+        queries, weights = self._queries(q)
+        return queries, self._keys(k)[:, 0], weights
+
+    def _queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        flat = rearrange(q.detach(), "b h q d -> b q (h d)").to(self._dtype)
+        queries = rearrange(self.queries(flat), "b q (j d) -> b q j d", d=self.index_dim)
+        return queries, self.weights(flat)
+
     def _index(self, q: Tensor, keys: Tensor) -> Tensor:
         """The index score ``[B, 1, Q, S]``."""
-        flat = rearrange(q.detach(), "b h q d -> b q (h d)").to(self._dtype)
-        queries = rearrange(self.queries(flat), "b q (j d) -> b j q d", d=keys.shape[-1])
-        weights = self.weights(flat) * self.scaling
-        return torch.einsum("bjqs,bqj->bqs", torch.relu(queries @ keys.mT), weights)[:, None]
+        queries, weights = self._queries(q)
+        products = torch.relu(queries.transpose(1, 2) @ keys.mT)
+        return torch.einsum("bjqs,bqj->bqs", products, weights * self.scaling)[:, None]
 
     def _blocks(self, index: Tensor) -> Tensor:
         """A block's best key, a row's best query."""
