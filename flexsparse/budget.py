@@ -1,9 +1,9 @@
-"""What a layout costs, counted without a clock: logical work beside physical work, in pairs and bytes."""
+"""What attention costs, counted without a clock: logical work beside physical work, in pairs and bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from flexsparse.layout import Layout
 
 
+Counted = Literal["tiles", "keys", "pairs"]
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Tiles visited by a row of tiles, over all that the kernel has."""
+    """Tiles visited by a row of tiles, over all that the kernel has; where no tile is visited, keys read
+    for a query."""
 
     min: int
     median: int
@@ -37,14 +41,23 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Budget(Shown):
-    """Counts over batch and query heads. A pair is one query with one key.
+    """Counts over batch and query heads, of a forward. A pair is one query with one key.
 
-    ``logical_pairs`` is what rule and selection allow; ``physical_pairs`` is tiles times tile area,
-    what a kernel computes; their ratio is the ``inflation``: partial tiles that hold few of their
-    pairs, as where queries of one tile want different keys, and tiles that hang over the lengths, as
-    all do when decoding one query. A tile whose rows are heads as well counts once. ``kv_bytes`` is what visiting the tiles
-    reads of K and V if heads that share a list share the reading, ``metadata_bytes`` the lists and
-    tables; ``kv_bytes_if`` and ``metadata_bytes_if`` put the three ways to share side by side.
+    ``logical_pairs`` is what rule and selection allow; ``physical_pairs`` is what a kernel computes, by
+    what its work is ``counted`` in:
+
+    - ``tiles``: tiles times tile area. A tile whose rows are heads as well counts once.
+    - ``keys`` gathered for each query: all those of its candidates, whole blocks, and of its fallback,
+      once for each query head that shares the reading.
+    - ``pairs`` of dense attention: all of them, and where torch's causal kernel runs those up to the
+      diagonal; what its own tiles add there is not known.
+
+    Their ratio is the ``inflation``: partial tiles that hold few of their pairs, as where queries of one
+    tile want different keys, and tiles that hang over the lengths, as all do when decoding one query;
+    keys of a block that the rule hides. ``kv_bytes`` is what visiting the tiles, or gathering the keys,
+    reads of K and V if heads that share a list share the reading; dense attention reads each head's K and
+    V at least once. ``metadata_bytes`` are the lists and tables, or indices, or mask; ``kv_bytes_if`` and
+    ``metadata_bytes_if`` put the three ways to share side by side.
     """
 
     logical_pairs: int
@@ -60,6 +73,7 @@ class Budget(Shown):
     rows: Rows
     kv_bytes_if: Sharing
     metadata_bytes_if: Sharing
+    counted: Counted = "tiles"
 
     @property
     def inflation(self) -> float:
@@ -75,16 +89,23 @@ class Budget(Shown):
 
     def __str__(self) -> str:
         ways, lists = self.kv_bytes_if, self.metadata_bytes_if
+        within, each = {
+            "tiles": (
+                f"in {self.physical_tiles:,} tiles ({self.full_tiles:,} full, "
+                f"{self.partial_tiles:,} partial)",
+                "tiles a row of tiles",
+            ),
+            "keys": ("with keys gathered for each query", "keys a query"),
+            "pairs": ("of dense attention", "keys a query"),
+        }[self.counted]
         return "\n".join(
             [
-                f"logical   {self.logical_pairs:,} pairs ({self.density:.1%} of dense), "
+                f"logical   {self.logical_pairs:,} pairs ({self.density:.1%} of all pairs), "
                 f"{self.useful_flops:,} flops",
-                f"physical  {self.physical_pairs:,} pairs in {self.physical_tiles:,} tiles "
-                f"({self.full_tiles:,} full, {self.partial_tiles:,} partial), "
-                f"{self.executed_flops:,} flops",
+                f"physical  {self.physical_pairs:,} pairs {within}, {self.executed_flops:,} flops",
                 f"inflation {self.inflation:.2f}",
                 f"rows      {self.rows.min} min, {self.rows.median} median, {self.rows.p99} p99, "
-                f"{self.rows.max} max tiles",
+                f"{self.rows.max} max {each}",
                 f"bytes     {self.kv_bytes:,} of K and V, {self.metadata_bytes:,} of metadata",
                 f"if shared {ways.shared:,} + {lists.shared:,}; per KV head {ways.per_kv_head:,} + "
                 f"{lists.per_kv_head:,}; per query head {ways.per_query_head:,} + "
@@ -93,9 +114,36 @@ class Budget(Shown):
         )
 
 
-def count(layout: Layout) -> Budget:
-    """The budget of a layout. Reads the device."""
-    address, grid, element = layout.address, layout.grid, layout.element
+class Together(NamedTuple):
+    """Of a kernel that walks a list once for several ``heads``, whose queries are all in a tile's
+    ``rows``."""
+
+    heads: int
+    rows: int
+
+
+class Touched(NamedTuple):
+    """What a way to compute a layout touches: physical pairs, keys it reads of K and V, and if lists were
+    shared in each of three ways, and how much for each row; its metadata, and those of one list of a
+    sequence; tiles, and how many of them are full."""
+
+    counted: Counted
+    pairs: int
+    keys: int
+    keys_if: Sharing
+    rows: Rows
+    metadata: int
+    list_bytes: int
+    tiles: int = 0
+    full_tiles: int = 0
+
+
+def count(layout: Layout, together: Together | None = None) -> Budget:
+    """The budget of a layout's tiles, by a kernel that visits them. Reads the device.
+
+    ``together`` where it walks a list for several heads at once, else each head has tiles of its own.
+    """
+    address, grid = layout.address, layout.grid
     heads, kv_heads = address.heads, address.kv_heads
     batch = address.kernel_batch(grid.batch)
     partial, full = (
@@ -103,12 +151,7 @@ def count(layout: Layout) -> Budget:
         for counts in (layout.kv_num_blocks, layout.full_kv_num_blocks)
     )
     visited = partial + full  # in kernel coordinates, [B, H, R]
-    area = layout.block_size[0] * layout.block_size[1]
     tiles, full_tiles = int(visited.sum()), int(full.sum())
-    pair_flops = 2 * (element.head_dim + element.v_head_dim)
-    tile_bytes = layout.block_size[1] * (element.head_dim + element.v_head_dim) * element.itemsize
-    pairs = int(layout.logical_pairs)
-    lists = Sharing(1, kv_heads, heads)
     reads = _reads(layout, tiles)
     rows, columns = layout.span.tiles
     list_bytes = 4 * 2 * (rows * (layout.kv_indices.shape[-1] + 1))
@@ -116,24 +159,49 @@ def count(layout: Layout) -> Budget:
         list_bytes += 4 * 2 * (columns * (layout.columns.partial_idx.shape[-1] + 1))
     kept = _list_heads(layout)
     read = {1: reads.shared, kv_heads: reads.per_kv_head, heads: reads.per_query_head}[kept]
-    metadata = sum(t.numel() * t.element_size() for t in [*layout.lists, *layout.tables])
-    word_bytes = _membership_bytes(layout)
+    q_tile, kv_tile = layout.block_size
+    if together is not None:
+        tiles, full_tiles, q_tile = (
+            tiles // together.heads,
+            full_tiles // together.heads,
+            together.rows,
+        )
+        read = tiles
+    touched = Touched(
+        counted="tiles",
+        pairs=tiles * q_tile * kv_tile,
+        keys=read * kv_tile,
+        keys_if=Sharing(*(n * kv_tile for n in vars(reads).values())),
+        rows=spread(visited.flatten()),
+        metadata=sum(t.numel() * t.element_size() for t in [*layout.lists, *layout.tables]),
+        list_bytes=list_bytes + _membership_bytes(layout),
+        tiles=tiles,
+        full_tiles=full_tiles,
+    )
+    return budget_of(layout, touched)
+
+
+def budget_of(layout: Layout, touched: Touched) -> Budget:
+    """Logical work of a layout beside the physical work that was ``touched``. Reads the device."""
+    address, grid, element = layout.address, layout.grid, layout.element
+    dims = element.head_dim + element.v_head_dim
+    pairs, key_bytes = int(layout.logical_pairs), dims * element.itemsize
+    lists = (1, address.kv_heads, address.heads)
     return Budget(
         logical_pairs=pairs,
-        dense_pairs=grid.batch * heads * grid.q_len * grid.kv_len,
-        physical_tiles=tiles,
-        full_tiles=full_tiles,
-        partial_tiles=tiles - full_tiles,
-        physical_pairs=tiles * area,
-        kv_bytes=read * tile_bytes,
-        metadata_bytes=metadata,
-        useful_flops=pairs * pair_flops,
-        executed_flops=tiles * area * pair_flops,
-        rows=_spread(visited.flatten()),
-        kv_bytes_if=Sharing(*(n * tile_bytes for n in vars(reads).values())),
-        metadata_bytes_if=Sharing(
-            *(n * grid.batch * (list_bytes + word_bytes) for n in vars(lists).values())
-        ),
+        dense_pairs=grid.batch * address.heads * grid.q_len * grid.kv_len,
+        physical_tiles=touched.tiles,
+        full_tiles=touched.full_tiles,
+        partial_tiles=touched.tiles - touched.full_tiles,
+        physical_pairs=touched.pairs,
+        kv_bytes=touched.keys * key_bytes,
+        metadata_bytes=touched.metadata,
+        useful_flops=pairs * 2 * dims,
+        executed_flops=touched.pairs * 2 * dims,
+        rows=touched.rows,
+        kv_bytes_if=Sharing(*(n * key_bytes for n in vars(touched.keys_if).values())),
+        metadata_bytes_if=Sharing(*(n * grid.batch * touched.list_bytes for n in lists)),
+        counted=touched.counted,
     )
 
 
@@ -171,7 +239,7 @@ def _membership_bytes(layout: Layout) -> int:
     return ceil_div(layout.select.rows, membership.WORD) * layout.select.candidates
 
 
-def _spread(work: Tensor) -> Rows:
+def spread(work: Tensor) -> Rows:
     ordered = work.sort().values
     last = len(ordered) - 1
     at = [0, last // 2, round(0.99 * last), last]

@@ -19,8 +19,9 @@ from flexsparse.arguments import Empty, Fallback, check_selection
 from flexsparse.choice import BackendName, Pack
 from flexsparse.conditioning import term_sizes
 from flexsparse.errors import ArgumentError, CheckFailed
+from flexsparse.fitting import checked_qkv
 from flexsparse.grid import Grid
-from flexsparse.plan import Plan, checked_qkv
+from flexsparse.plan import Plan
 from flexsparse.planning import Choices, Shared, make_plan
 from flexsparse.reference import allowed, reference
 from flexsparse.rules import MaskMod, as_rule

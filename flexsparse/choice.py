@@ -20,7 +20,14 @@ from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
 from flexsparse.ordering import alike, in_order
-from flexsparse.overlap import MOST_TILES, best_rows, heights
+from flexsparse.overlap import (
+    LEAST_BLOCK,
+    LEAST_PAIRS,
+    MOST_TILES,
+    best_rows,
+    best_stepped,
+    heights,
+)
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
 
@@ -137,7 +144,9 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, select: Selection | None) -> bool:
     )
 
 
-def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
+def choose_backend(name: str, call: Call, why: list[str], *, tiles_on_cpu: bool) -> Backend:
+    """The backend of that ``name``, or the one that suits the call; ``tiles_on_cpu``: there it visits tiles
+    even for few queries."""
     if name == "measured":
         if call.device.type != "cuda":
             raise BackendError(
@@ -154,15 +163,19 @@ def choose_backend(name: str, call: Call, why: list[str]) -> Backend:
             raise BackendError(f"backend {name!r} cannot run this: {refusal}; use backend='tiles'")
         why += [f"{name} was asked for", *remarks(backend, call)]
         return backend
-    if call.device.type == "cpu":
+    on_cpu = call.device.type == "cpu"
+    if decode.refuses(call) is None and not (on_cpu and tiles_on_cpu):
+        why.append(
+            "decode: few queries, whose lists of keys are "
+            + ("walked by all heads in step" if on_cpu else "shared out over the whole device")
+        )
+        return decode
+    if on_cpu:
         why.append(
             "tiles on CPU: FlexAttention there compiles anew for each length and has neither backward "
             "nor lse (backend='flex' takes it, forward only)"
         )
         return tiles
-    if decode.refuses(call) is None:
-        why.append("decode: few queries, whose lists of keys are shared out over the whole device")
-        return decode
     refusal = flash.refuses(call)
     if refusal is None and call.q_len < flash.TILE:
         refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
@@ -249,11 +262,16 @@ def choose_tile(
 ) -> tuple[int, int]:
     if tile is None and (backend is decode or (backend is flex and flex.decodes(call))):
         return _decoding_tile(backend, call, why, select)
+    if backend.name in UNTILED:
+        # Its layout has tiles, which nobody visits.
+        why = []
     unit = backend.tile_for((1, 1), call)
     if tile is not None:
         asked = tile_size(tile)
     elif isinstance(address, PackedHeads) and select is not None and unit[0] < DEFAULT_TILE[0]:
         asked = _packed_tile(grid, address, select, call, why)
+    elif backend is tiles and select is not None and _in_step(call, grid, address):
+        asked = _stepped_tile(grid, address, select, why)
     else:
         asked = DEFAULT_TILE
     lengths = (grid.q_len * address.rows_per_query, grid.kv_len)
@@ -307,3 +325,38 @@ def _packed_tile(
         else f"tiles of {rows} rows, a query each: neighbours share too little"
     )
     return rows, keys
+
+
+def _in_step(call: Call, grid: Grid, address: Identity) -> bool:
+    """Whether plain torch on CPU has so much to do that its tile is worth a look at the candidates."""
+    pairs = grid.batch * address.heads * grid.q_len * grid.kv_len
+    on_cpu = call.device.type == "cpu" and not on_device_only(call.device)
+    return on_cpu and address.rows_per_query == 1 and pairs >= LEAST_PAIRS
+
+
+def _stepped_tile(
+    grid: Grid, address: Identity, select: Selection, why: list[str]
+) -> tuple[int, int]:
+    """As small as pays for what candidates leave of larger tiles, in plain torch."""
+    if select.kv_block < LEAST_BLOCK:
+        why.append(
+            "tiles of {}x{}: smaller ones are weighed for blocks of {} keys and more alone".format(
+                *DEFAULT_TILE, LEAST_BLOCK
+            )
+        )
+        return DEFAULT_TILE
+    found = best_stepped(select, grid, (address.heads, address.kv_heads), DEFAULT_TILE)
+    rows, keys = found.size
+    if found.size == DEFAULT_TILE:
+        less = "no smaller ones would visit less"
+        if found.other is not None:
+            less = "{}x{} would visit {:.2f} times the pairs, in more steps or smaller ones".format(
+                *found.other, found.pairs
+            )
+        why.append(f"tiles of {rows}x{keys}: {less}")
+    else:
+        why.append(
+            f"tiles of {rows}x{keys}: they visit {found.pairs:.2f} times the pairs of "
+            f"{DEFAULT_TILE[0]}x{DEFAULT_TILE[1]}"
+        )
+    return found.size

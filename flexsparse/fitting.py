@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexsparse.arguments import check_selection
+from flexsparse.arguments import check_qkv, check_selection
 from flexsparse.device import autocast_dtype
 from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.layout import Layout
@@ -101,3 +101,18 @@ def _shapes(plan: Plan) -> tuple[tuple[int, ...], ...]:
         (batch, kv_heads, kv_len, head_dim),
         (batch, kv_heads, kv_len, v_head_dim),
     )
+
+
+def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, judged, and in the precision that autocast wants."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        raise ArgumentError(
+            "attention does not run under torch.func transforms (grad, vmap, jvp): take gradients "
+            "with torch.autograd, and let the batch axis of q, k and v stand for vmap"
+        )
+    given = (q, k, v)
+    floats = all(isinstance(x, Tensor) and x.is_floating_point() for x in given)
+    if floats and (dtype := autocast_dtype(q.device)) is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+    check_qkv(q, k, v)
+    return q, k, v

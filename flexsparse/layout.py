@@ -174,7 +174,12 @@ class Layout(Shown):
         return (partial & masked) | full
 
     def budget(self) -> Budget:
-        """What the algorithm asked for and what a kernel touches, counted without a clock."""
+        """What the algorithm asked for, and what a kernel that visits these tiles touches, each head by
+        itself; counted without a clock.
+
+        A layout knows no backend. Those that gather keys, compute all pairs or walk a list for several
+        heads at once touch something else: `Result.budget` and `Plan.budget` count what was run.
+        """
         from flexsparse.budget import count
 
         return count(self)

@@ -6,6 +6,7 @@ pays depends on the data alone, so it is counted, on a sample, when a plan is ma
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from flexsparse.grid import Grid
 from flexsparse.kernels.geometry import Geometry
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div, common_multiple
+from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
 
 Size = tuple[int, int]
 
@@ -31,6 +32,22 @@ _MASKED = 1.3
 # What a rule makes of each tile is a byte on the device: shorter tiles than that allows are no choice.
 MOST_TILES = 2**28
 
+# Plain torch on CPU, all rows in step: what a tile takes beside its pairs, counted in pairs, for each of its
+# rows and keys, for itself, and for each step of the longest row. Two cores, fp32, head dim 64, S=1024,
+# blocks of 16 and 64: 600 us for 128x128, 130 for 64x64, 55 for 32x32 and 20 for 16x16.
+_EDGE = 10
+_TILE = 160
+_STEP = 20_000
+# A smaller tile is taken where less than this is predicted of the time of the larger.
+_ENOUGH = 0.85
+# Entries and lists of a sample there; pairs of a call, and keys of a candidate, from which on it is worth one.
+_FEW_ENTRIES = 2**18
+_FEW_LISTS = 4
+LEAST_PAIRS = 2**21
+LEAST_BLOCK = 16
+# A list of tiles for each row of them, and a map of them all, are held.
+_MOST_LISTED = 2**24
+
 
 class Met(NamedTuple):
     """Tiles that any of their queries touches, and how many of them all of their queries touch; the most
@@ -43,19 +60,23 @@ class Met(NamedTuple):
 
 
 def tiles_met(
-    select: Selection, grid: Grid, heads: tuple[int, int], sizes: Sequence[Size]
+    select: Selection,
+    grid: Grid,
+    heads: tuple[int, int],
+    sizes: Sequence[Size],
+    entries: int | None = None,
 ) -> list[Met]:
     """What the candidates come to under tiles of each of ``sizes`` (queries, keys), over batch and KV heads.
 
     ``heads`` is ``(Hq, Hkv)``. The rule is not asked. Counted on evenly spaced stretches of queries
-    where all would take long; reads the device once.
+    where all would be more than so many ``entries``; reads the device once.
     """
     stretch = math.lcm(*(queries for queries, _ in sizes))
     there = ceil_div(grid.q_len, stretch)
     lists = select.indices.shape[:2].numel()
     columns = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
     widest = max(columns, select.indices.shape[3])
-    count = max(1, min(there, _ENTRIES // (lists * stretch * widest)))
+    count = max(1, min(there, (entries or _ENTRIES) // (lists * stretch * widest)))
     begins = torch.tensor([i * there // count * stretch for i in range(count)])
     query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
     past = (query >= grid.q_len)[:, None]
@@ -96,6 +117,51 @@ def predicted(met: Met, rows: int) -> float:
     # A kernel computes a tile in pieces whose heights are powers of two.
     speed = _SPEED[math.gcd(rows, 128)]
     return (met.agreed + _MASKED * (met.tiles - met.agreed)) * rows / speed
+
+
+class Stepped(NamedTuple):
+    """The ``size`` of tile to take, and how many times the pairs of the default one it visits; if that is
+    the default itself, of the ``other`` size that visits fewest."""
+
+    size: Size
+    pairs: float
+    other: Size | None = None
+
+
+def best_stepped(select: Selection, grid: Grid, heads: tuple[int, int], default: Size) -> Stepped:
+    """The tile that is predicted to take plain torch the least time on CPU: ``default``, or a smaller one
+    that saves what can be told apart."""
+    lists = grid.batch * select.heads
+    rows, keys = (
+        sorted({min(most, max(16, next_power_of_two(block))), min(64, most), most})
+        for block, most in zip((select.q_block, select.kv_block), default, strict=True)
+    )
+    sizes = [
+        size
+        for size in itertools.product(rows, keys)
+        if math.prod(grid.shape(*size)) * lists <= _MOST_LISTED and size != default
+    ]
+    some = Selection.of_sets(
+        select.indices[:1, :: ceil_div(select.heads, _FEW_LISTS)],
+        kv_len=select.kv_len, q_len=select.q_len, kv_block=select.kv_block, q_block=select.q_block,
+    )  # fmt: skip
+    whole, *met = tiles_met(some, grid, heads, [default, *sizes], _FEW_ENTRIES)
+    if not sizes or not whole.tiles:
+        return Stepped(default, 1.0)
+
+    def pairs(m: Met, size: Size) -> float:
+        return m.tiles * math.prod(size) / (whole.tiles * math.prod(default))
+
+    least, size, m = min((stepped(m, size), size, m) for m, size in zip(met, sizes, strict=True))
+    if least < _ENOUGH * stepped(whole, default):
+        return Stepped(size, pairs(m, size))
+    fewest, other = min((pairs(m, size), size) for m, size in zip(met, sizes, strict=True))
+    return Stepped(default, fewest, other) if fewest < 1 else Stepped(default, 1.0)
+
+
+def stepped(met: Met, size: Size) -> float:
+    """The time of tiles in plain torch on CPU, in that of a pair."""
+    return met.tiles * (math.prod(size) + _EDGE * sum(size) + _TILE) + met.row * _STEP
 
 
 def heights(group: int) -> list[int]:

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from flexsparse.address import Identity
 from flexsparse.ahead import Ahead, Terms, look_ahead
-from flexsparse.arguments import check_flag, check_qkv
-from flexsparse.backends import Backend, Call, Work
+from flexsparse.arguments import check_flag
+from flexsparse.backends import Backend, Call, Work, account
 from flexsparse.backends.pieces import run_launches
+from flexsparse.budget import Budget
 from flexsparse.building import make
 from flexsparse.choice import BACKENDS, UNTILED
 from flexsparse.chunks import check_chunk, chunk_ahead, chunk_layout, chunk_terms
-from flexsparse.device import autocast_dtype, without_autocast
+from flexsparse.device import without_autocast
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError
-from flexsparse.fitting import as_made, check_own, check_select, check_tensors
+from flexsparse.fitting import as_made, check_own, check_select, check_tensors, checked_qkv
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
@@ -48,6 +49,10 @@ class Result(NamedTuple):
         if self.lse is None:
             raise ArgumentError("this result has no lse: run the plan with return_lse=True")
         return Partial(self.out, self.lse)
+
+    def budget(self) -> Budget:
+        """What the algorithm asked for, and what the backend that ran touched. Reads the device."""
+        return self.plan._budget(self.layout, self.lse is not None, self.out.requires_grad)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -285,6 +290,21 @@ class Plan(Shown):
                     out, lse = with_sink(Partial(out, lse), self.sink)
         return Result(out, lse if return_lse else None, self, layout)
 
+    def budget(self, layout: Layout | None = None) -> Budget:
+        """What a run over ``layout`` is asked for, and what its backend touches: tiles, gathered keys or
+        all pairs. Counted without a clock; reads the device."""
+        layout = self._own_layout() if layout is None else layout
+        return self._budget(layout, False, self.terms.columns != 0)
+
+    def _budget(self, layout: Layout, lse: bool, grads: bool) -> Budget:
+        plain = self.score_program is None and self.sink is None and not lse
+        return account.budget(self.backend, layout, plain=plain, grads=grads)
+
+    @property
+    def reads(self) -> str:
+        """In words, what its backend reads: tiles, or what it takes in their place."""
+        return account.reads(self.backend, self.tile)
+
     def _with_columns(self, layout: Layout) -> Layout:
         """The layout with all it needs for gradients of keys and values.
 
@@ -378,7 +398,7 @@ class Plan(Shown):
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.grid}, heads={self.shape[:2]}, backend={self.backend!r}, tile={self.tile}, "
+            f"Plan({self.grid}, heads={self.shape[:2]}, backend={self.backend!r}, {self.reads}, "
             f"{self.address})"
         )
 
@@ -389,25 +409,10 @@ class Plan(Shown):
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
             f"  rule     {'none' if self.rule is None else describe(self.rule)}",
             f"  score    {'none' if self.score is None else describe(self.score)}",
-            f"  backend  {self.backend}, tiles of {self.tile[0]}x{self.tile[1]}, {self.address}",
+            f"  backend  {self.backend}, {self.reads}, {self.address}",
         ]
         return "\n".join(lines + [f"  because  {why}" for why in self.reasons])
 
 
 # Lists by column are cut to their need where whole they would take more than this beside K and V.
 _LARGE = 0.01
-
-
-def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, judged, and in the precision that autocast wants."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
-        raise ArgumentError(
-            "attention does not run under torch.func transforms (grad, vmap, jvp): take gradients "
-            "with torch.autograd, and let the batch axis of q, k and v stand for vmap"
-        )
-    given = (q, k, v)
-    floats = all(isinstance(x, Tensor) and x.is_floating_point() for x in given)
-    if floats and (dtype := autocast_dtype(q.device)) is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
-    check_qkv(q, k, v)
-    return q, k, v

@@ -40,10 +40,11 @@ from flexsparse.choice import (
     unpacked,
 )
 from flexsparse.errors import LayoutError, ShapeError
+from flexsparse.fitting import checked_qkv
 from flexsparse.grid import Grid
 from flexsparse.lengths import choose_cuts
 from flexsparse.occupancy import on_device_only
-from flexsparse.plan import Plan, checked_qkv
+from flexsparse.plan import Plan
 from flexsparse.program import mask_program, score_program
 from flexsparse.quicker import timed_ms
 from flexsparse.rules import MaskMod, as_rule
@@ -164,7 +165,9 @@ def make_plan(
         reasons += remarks(chosen, call)
         cluster = weighed[0].ordered
     else:
-        chosen = choose_backend(backend, call, reasons)
+        # A tile that was asked for is kept, and what may be trained later can be.
+        tiled = tile is not None or any(x.requires_grad for x in (q, k, v))
+        chosen = choose_backend(backend, call, reasons, tiles_on_cpu=tiled)
         laid = laid_alike(selection) if cluster and selection is not None else selection
         size = choose_tile(tile, grid, address, laid, chosen, call, reasons)
     if cluster:

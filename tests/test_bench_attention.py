@@ -111,7 +111,8 @@ def test_from_yaml_to_records_and_tables(
     for (name, asked), record in by.items():
         attention = record["attention"]
         assert attention["check"]["ok"] and attention["check"]["rows"] == (16, 1)[name == "decode"]
-        assert attention["backend"] == ("tiles" if asked == "auto" else asked)
+        chosen = "decode" if name == "decode" else "tiles"
+        assert attention["backend"] == (chosen if asked == "auto" else asked)
         assert {p["name"]: p["reason"] for p in record["peers"]} == dict.fromkeys(
             attention_peers.PEERS, "it needs a CUDA device"
         )
@@ -173,7 +174,8 @@ def test_a_kernel_that_reads_what_is_not_listed_is_found(
         return out + 0 * work.v.sum(), lse
 
     monkeypatch.setattr(tiles, "run", curious)
-    records = run(load(file, ["rows.0.attention=false", "rows.1.backend=gather"]), tmp_path / "out")
+    given = ["rows.0.attention=false", "rows.1.backend=gather", "rows.2.backend=tiles"]
+    records = run(load(file, given), tmp_path / "out")
     status = {record["name"]: record["status"] for record in records}
     assert status == {
         "tail": "ok",

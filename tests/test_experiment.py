@@ -309,7 +309,7 @@ def test_other_baselines_and_offsets(tmp_path: Path) -> None:
     )  # fmt: skip
     rows = run(made, tmp_path / "out")
     assert [row["status"] for row in rows] == ["ok"] * 3
-    assert rows[0]["dense"] != rows[1]["dense"] and rows[1]["dense"]["by"] == "flexsparse tiles"
+    assert rows[0]["dense"] != rows[1]["dense"] and rows[1]["dense"]["by"] == "flexsparse decode"
     full = written(tmp_path, SMALL, "baseline=null", "check=false")
     rows = run(full, tmp_path / "out")
     assert rows[0]["dense"]["pairs"] == 4 * 80 * 80 and rows[0]["mass_kept"] < 1

@@ -89,7 +89,7 @@ def test_what_is_said_is_so() -> None:
     told = words(page(report))
     for difference in report.differences:
         assert f"{difference.name} {difference.error:.2e}" in told
-    assert "64 query rows of tiles: ok" in told
+    assert "64 query rows of decode: ok" in told
     assert "at most 3 of 8 blocks of 8 keys for each 8 queries" in words(page(selection()))
 
 

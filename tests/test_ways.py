@@ -206,6 +206,6 @@ def test_a_full_device_is_not_weighed_and_says_so(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(planning, "weighs", lambda call: True)
     monkeypatch.setattr(planning, "ways", full)
-    q = k = v = torch.zeros(1, 1, 4, 16)
+    q = k = v = torch.zeros(1, 1, 200, 16)
     plan = fs.make_plan(q, k, v, rule=Causal())
     assert plan.backend == "tiles" and "no memory is left" in plan.reasons[0]

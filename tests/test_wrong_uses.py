@@ -802,7 +802,7 @@ PLANS: list[Case] = [
     ("layout of a selection", lambda: plan.run(q, k, v, selecting_plan.first), LayoutError,
      ("Layout", "does not belong to this plan", "plan.layout")),
     ("layout of other tiles", lambda: plan.run(q, k, v, layout(rule=Causal(), block_size=16)),
-     LayoutError, ("16x16", "128x128", "plan.layout")),
+     LayoutError, ("16x16", "16x64", "plan.layout")),
     ("partial without lse", lambda: plan.run(q, k, v).partial, ArgumentError,
      ("no lse", "return_lse=True")),
     ("merge without lse", lambda: fs.merge([part, fs.Partial(q, None)]), ArgumentError,

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexsparse.backends import Call, Work
 from flexsparse.backends.asked import asked
 from flexsparse.backends.split_walk import lanes_of, most_tiles, walk
+from flexsparse.layout import Layout
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 name = "decode"
@@ -84,9 +85,27 @@ def _lists(work: Work) -> list[Tensor]:
     Keys whose heads do not fold into the batch, as those of a cache ``[B, S, Hkv, D]``, come with a
     list repeated for each query head; read by one, they are read once.
     """
-    lists, program = work.layout.lists[:4], work.layout.program
-    heads, kv_heads = work.q.shape[1], work.k.shape[1]
-    repeated = program.member is not None and program.member.heads in (1, kv_heads)
-    if program.address.fold > 1 or not repeated or program.uses_head:
+    lists = work.layout.lists[:4]
+    if not _repeated(work.layout):
         return lists
+    heads, kv_heads = work.q.shape[1], work.k.shape[1]
     return [x[:, :: heads // kv_heads] if x.shape[1] == heads else x for x in lists]
+
+
+def _repeated(layout: Layout) -> bool:
+    """Whether lists of the query heads of a KV head can only be the same."""
+    program = layout.program
+    if program.address.fold > 1 or program.member is None or program.uses_head:
+        return False
+    return program.member.heads in (1, program.address.kv_heads)
+
+
+def shares(layout: Layout) -> bool:
+    """Whether the query heads of a KV head walk one list together."""
+    own = layout.kv_num_blocks.shape[1]
+    return own in (1, layout.address.kernel_heads[1]) or _repeated(layout)
+
+
+def rows_held(rows: int, on_cuda: bool) -> int:
+    """Rows that are computed where a list is walked for so many: a kernel's tile has a least height."""
+    return max(16, next_power_of_two(rows)) if on_cuda else rows

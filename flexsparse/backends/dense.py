@@ -47,9 +47,8 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
     layout, (q, k, v) = work.layout, (work.q, work.k, work.v)
     plain = work.score is None and not work.lse
-    rows_are_queries = q.shape[2] == layout.grid.q_len
-    causal = known(layout.program, layout.grid, selected=layout.select is not None)
-    if plain and rows_are_queries and causal is not None:
+    causal = without_mask(layout, plain)
+    if causal is not None:
         grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=work.scale, enable_gqa=grouped
@@ -68,6 +67,15 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=seen | alone, scale=work.scale)
     return out.masked_fill(alone, 0), None
+
+
+def without_mask(layout: Layout, plain: bool) -> bool | None:
+    """Whether torch's kernel is causal where it runs a call without a mask, else None; ``plain``: there
+    is no score rule, and no lse is asked for."""
+    rows_are_queries = layout.address.rows_per_query == 1
+    if not plain or not rows_are_queries:
+        return None
+    return known(layout.program, layout.grid, selected=layout.select is not None)
 
 
 def known(program: MaskProgram, grid: Grid, *, selected: bool) -> bool | None:

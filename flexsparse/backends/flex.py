@@ -65,11 +65,11 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 def decodes(call: Call) -> bool:
     """Whether queries are so few that torch's decoding kernel, which splits the keys, can take them."""
-    few = call.q_len < DECODE_ROWS and _decode_rows(call.q_len, call.group) <= DECODE_ROWS
+    few = call.q_len < DECODE_ROWS and decode_rows(call.q_len, call.group) <= DECODE_ROWS
     return call.device.type == "cuda" and not call.grads and few and _is_power(call.group)
 
 
-def _decode_rows(q_len: int, group: int) -> int:
+def decode_rows(q_len: int, group: int) -> int:
     """Rows of its tile: all queries of a KV head."""
     return max(16, next_power_of_two(q_len * group))
 
@@ -80,14 +80,19 @@ def _is_power(n: int) -> bool:
 
 def _decoding(work: Work, speech: Speech) -> bool:
     """Whether this work goes to torch's decoding kernel: its heads share a list, its tile fits."""
-    q, k, layout = work.q, work.k, work.layout
-    if speech is not PLAIN or not q.is_cuda or work.grads or q.shape[2] >= DECODE_ROWS:
+    if speech is not PLAIN or not work.q.is_cuda or work.grads or work.score is not None:
         return False
-    group = q.shape[1] // k.shape[1]
+    return decoded(work.layout)
+
+
+def decoded(layout: Layout) -> bool:
+    """The same of a layout, for calls on CUDA without gradients and score."""
+    heads, kv_heads = layout.address.kernel_heads
+    group, queries = heads // kv_heads, layout.span.q_len
     q_tile, kv_tile = layout.block_size
-    rows = _decode_rows(q.shape[2], group)
+    rows = decode_rows(queries, group)
     return (
-        work.score is None
+        queries < DECODE_ROWS
         and rows <= DECODE_ROWS
         and q_tile % rows == 0
         and _is_power(group)

@@ -27,6 +27,7 @@ from flexsparse.backends.candidates import Candidates
 from flexsparse.backends.gathered import BYTES_AT_ONCE, Gathered
 from flexsparse.backends.seen import seen_bits
 from flexsparse.backends.walk import computing
+from flexsparse.layout import Layout
 from flexsparse.program import mask_of, score_of
 
 name = "gather"
@@ -61,29 +62,38 @@ def fuses(call: Call) -> bool:
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
     layout = work.layout
-    select, program, address, grid = layout.select, layout.program, layout.address, layout.grid
-    assert select is not None and program.member is not None
-    rule = program.of_rule_alone()
+    address, grid = layout.address, layout.grid
+    of = candidates(layout)
     logical = Identity(address.heads, address.kv_heads)
     score = None if work.score is None else replace(work.score, address=logical)
     q = address.unpack(work.q, grid.batch)
     k, v = (x.reshape(grid.batch, address.kv_heads, *x.shape[-2:]) for x in (work.k, work.v))
-    # Words of membership and who is empty are for kernels that visit tiles.
-    skipped = 1 + (program.reach is not None)
-    tables = [*layout.tables[: program.words_at], *layout.tables[program.words_at + skipped :]]
     out, lse = torch.ops.flexsparse.gather_forward(
         q,
         k,
         v,
-        select.indices,
-        [t.detach() for t in tables],
+        of.indices,
+        [t.detach() for t in of.tables],
         list(work.score_tables),
-        rule.key,
+        of.rule.key,
         score.key if score else "",
-        [select.q_block, select.kv_block, program.reach or 0],
+        [of.q_block, of.kv_block, of.reach],
         work.scale,
     )
     return address.pack(out, "q"), address.pack(lse, "q") if work.lse else None
+
+
+def candidates(layout: Layout) -> Candidates:
+    """What the lists of a layout's queries are made from."""
+    select, program, address, grid = layout.select, layout.program, layout.address, layout.grid
+    assert select is not None and program.member is not None
+    # Words of membership and who is empty are for kernels that visit tiles.
+    skipped = 1 + (program.reach is not None)
+    tables = [*layout.tables[: program.words_at], *layout.tables[program.words_at + skipped :]]
+    return Candidates(
+        select.indices, select.q_block, select.kv_block, program.reach or 0,
+        program.of_rule_alone(), tables, grid.batch, address.heads, address.kv_heads, grid.kv_len,
+    )  # fmt: skip
 
 
 @custom_op("flexsparse::gather_forward", mutates_args=())
@@ -92,20 +102,20 @@ def gather_forward(
     score_tables: list[Tensor], mask_key: str, score_key: str, blocks: list[int], scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``[B, Hq, Q, Dv]`` in q's dtype, lse ``[B, Hq, Q]`` in fp32 (fp64 for fp64)."""
-    candidates = _candidates(q, k, indices, mask_tables, mask_key, blocks)
+    listed = _candidates(q, k, indices, mask_tables, mask_key, blocks)
     if not _fused(q, v, score_key):
         score = score_of(score_key)
-        return Gathered(q, k, v, candidates, score, score_tables, scale, computing(q)).forward()
+        return Gathered(q, k, v, listed, score, score_tables, scale, computing(q)).forward()
     from flexsparse.kernels import triton_gather, triton_gather_blocks
 
     q, k, v = (_dense_last(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if _by_blocks(candidates, q, v):
-        seen, block = seen_bits(candidates, k), candidates.kv_block
-        triton_gather_blocks.forward(q, k, v, candidates.chosen(), seen, block, out, lse, scale)
+    if _by_blocks(listed, q, v):
+        seen, block = seen_bits(listed, k), listed.kv_block
+        triton_gather_blocks.forward(q, k, v, listed.chosen(), seen, block, out, lse, scale)
         return out, lse
-    for first, keys in _lists(candidates, q):
+    for first, keys in _lists(listed, q):
         triton_gather.forward(q, k, v, keys, first, out, lse, scale)
     return out, lse
 
@@ -128,10 +138,10 @@ def gather_backward(
     score_key: str, blocks: list[int], scale: float, learned: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """dq, dk, dv, and the gradients of the score's learned tensors."""
-    candidates = _candidates(q, k, indices, mask_tables, mask_key, blocks)
+    listed = _candidates(q, k, indices, mask_tables, mask_key, blocks)
     if not _fused(q, v, score_key):
         score = score_of(score_key)
-        gathered = Gathered(q, k, v, candidates, score, score_tables, scale, computing(q))
+        gathered = Gathered(q, k, v, listed, score, score_tables, scale, computing(q))
         return gathered.backward(grad_out, grad_lse, out, lse, learned)
     from flexsparse.kernels import triton_gather, triton_gather_blocks
 
@@ -139,14 +149,14 @@ def gather_backward(
     do = grad_out.to(q.dtype).contiguous()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    if _by_blocks(candidates, q, v):
+    if _by_blocks(listed, q, v):
         triton_gather_blocks.backward(
-            q, k, v, candidates.chosen(), seen_bits(candidates, k), candidates.kv_block,
+            q, k, v, listed.chosen(), seen_bits(listed, k), listed.kv_block,
             out.contiguous(), do, lse.contiguous(), grad_lse.float().contiguous(), dq, dk, dv, scale,
         )  # fmt: skip
         return dq, dk.to(k.dtype), dv.to(v.dtype), []
     delta = (do.float() * out.float()).sum(-1) - grad_lse.float()
-    for first, keys in _lists(candidates, q):
+    for first, keys in _lists(listed, q):
         triton_gather.backward(q, k, v, keys, first, do, lse, delta, dq, dk, dv, scale)
     return dq, dk.to(k.dtype), dv.to(v.dtype), []
 

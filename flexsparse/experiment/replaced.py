@@ -29,7 +29,7 @@ class Replaced:
         budgets: list[Budget] = []
 
         def told(layer: int, result: Result) -> None:
-            budgets.append(result.layout.budget())
+            budgets.append(result.budget())
 
         with hf.use(self.read.model, **attention, told=told):
             value = self.read.perplexity()

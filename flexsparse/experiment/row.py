@@ -89,7 +89,7 @@ def _measured(
         plan = make_plan(q, k, v, select=select, **call, **forced)
         plan.run(q, k, v)
     times, result = time_plan(plan, qkv, config.repeats)
-    budget = result.layout.budget()
+    budget = result.budget()
     selection = result.layout.select
     found = {
         "plan": str(plan),
@@ -125,7 +125,7 @@ def _measured(
 def _counts(budget: Budget, dense: Dense) -> dict[str, Any]:
     names = (
         "logical_pairs", "physical_pairs", "physical_tiles", "full_tiles", "partial_tiles",
-        "inflation", "kv_bytes", "metadata_bytes", "useful_flops", "executed_flops",
+        "counted", "inflation", "kv_bytes", "metadata_bytes", "useful_flops", "executed_flops",
     )  # fmt: skip
     counts = {name: getattr(budget, name) for name in names}
     return counts | {

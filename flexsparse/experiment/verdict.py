@@ -24,16 +24,21 @@ def verdict(rows: list[dict[str, Any]]) -> str:
         said = [f"{_word(sparse)}: {_best(sparse)}", _faster(sparse)]
     if others:
         said.append(f"Left out, as they see pairs outside the baseline: {', '.join(others)}.")
-    if any(row.get("backend") == "tiles" for row in rows):
-        said.append(
-            "The tiles backend is plain torch, not a fused kernel: it proves results and counts "
-            "work; its times do not foretell those of a GPU kernel."
-        )
+    said += [
+        f"The {backend} backend is plain torch{here}, not a fused kernel: it proves results and counts "
+        "work; its times do not foretell those of a GPU kernel."
+        for backend, here in (("tiles", ""), ("gather", " on CPU"), ("decode", " on CPU"))
+        if any(row.get("backend") == backend and (not here or _on_cpu(row)) for row in rows)
+    ]
     for status in ("wrong", "failed"):
         bad = [row["name"] for row in rows if row["status"] == status]
         if bad:
             said.append(f"{status.capitalize()}: {', '.join(bad)}.")
     return " ".join(said)
+
+
+def _on_cpu(row: dict[str, Any]) -> bool:
+    return row["plan"].splitlines()[0].endswith(" on cpu")
 
 
 def baselines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

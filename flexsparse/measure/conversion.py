@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from flexsparse.budget import Budget
 from flexsparse.building import build_layout
 from flexsparse.choice import BackendName, Pack
 from flexsparse.layout import Layout
@@ -53,6 +54,12 @@ class Conversion:
     def layout_of_plan(self) -> Layout:
         """The layout that attention is timed over."""
         return self._planned[1]
+
+    @property
+    def budget(self) -> Budget:
+        """What attention over it touches."""
+        plan, layout = self._planned
+        return plan.budget(layout)
 
     @cached_property
     def _planned(self) -> tuple[Plan, Layout]:

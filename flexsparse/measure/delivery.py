@@ -61,9 +61,10 @@ def attended(made: Conversion, dense: dict[str, dict[str, float | str]]) -> Foun
     ``layout`` and ``kernel`` its parts by themselves."""
     problem, qkv = made.problem, made.qkv
     assert qkv is not None
-    budget = made.layout_of_plan.budget()
+    budget = made.budget
     pairs = (budget.logical_pairs, budget.physical_pairs)
     found: Found = {
+        "counted": budget.counted,
         "inflation": budget.inflation,
         "logical_pairs": pairs[0],
         "physical_tiles": budget.physical_tiles,

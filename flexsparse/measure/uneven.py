@@ -30,7 +30,7 @@ def uneven(
     problem = made.problem
     assert problem.even is not None
     even = conversion(problem.even, attention=True, seed=seed, backend=backend, pack=pack)
-    share = attention["logical_pairs"] / even.layout_of_plan.budget().logical_pairs
+    share = attention["logical_pairs"] / even.budget.logical_pairs
     found: Found = {"pairs_of_even": share, "said": _said(problem)}
     for mode in modes(made):
         timed = MODES[mode]

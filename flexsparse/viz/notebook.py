@@ -93,7 +93,7 @@ def _plan(plan: Plan) -> str:
         ("tensors", f"{str(plan.dtype).removeprefix('torch.')} on {plan.device}"),
         ("rule", "none" if plan.rule is None else describe(plan.rule)),
         ("score", "none" if plan.score is None else describe(plan.score)),
-        ("backend", f"{plan.backend}, tiles of {plan.tile[0]}x{plan.tile[1]}, {plan.address}"),
+        ("backend", f"{plan.backend}, {plan.reads}, {plan.address}"),
         *(("because", why) for why in plan.reasons),
     ]
     return _page("Plan", rows)
