@@ -38,7 +38,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def _on_cpu(row: dict[str, Any]) -> bool:
-    return row["plan"].splitlines()[0].endswith(" on cpu")
+    return str(row["plan"]).splitlines()[0].endswith(" on cpu")
 
 
 def baselines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
