@@ -42,7 +42,7 @@ ADDRESSES: dict[Pack, type[Identity]] = {
     "pack": PackedHeads,
 }
 # These visit no tiles, so nobody reads their lists by column.
-UNTILED = frozenset({"gather", "dense"})
+UNTILED = ("gather", "dense")
 # These ask for membership row by row, wherever a row stands.
 _ORDERING = frozenset({"tiles", "flex"})
 _UNORDERED = {"gather": "k and v", "dense": "q, k and v", "flash": "q"}
