@@ -198,8 +198,23 @@ def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
     if id(value) in seen:
         return
     seen.add(id(value))
+    for code in _code(value):
+        keep.append(code)
+        yield id(code)
     for part in _parts(value):
         yield from _walk(part, seen, keep)
+
+
+def _code(value: Any) -> Iterator[CodeType]:
+    """What runs when ``value`` is called: a module that is loaded anew changes it in place."""
+    function = value if isinstance(value, FunctionType) else call_of(type(value))
+    if isinstance(function, FunctionType):
+        yield function.__code__
+
+
+def call_of(kind: type) -> Any:
+    """The function behind a call of its instances, as its class or one above it has it."""
+    return next((vars(c)["__call__"] for c in kind.__mro__ if "__call__" in vars(c)), None)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -284,7 +299,7 @@ def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) 
         )
     if not _is_record(mod):
         return False
-    call = next((vars(c)["__call__"] for c in type(mod).__mro__ if "__call__" in vars(c)), None)
+    call = call_of(type(mod))
     names |= set(getattr(getattr(call, "__code__", None), "co_names", ()))
     # An attribute that is no field may be a property, or a constant of the class.
     foreign = (names - {f.name for f in dataclasses.fields(mod)}) | {"__getattr__"}

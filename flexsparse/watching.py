@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexsparse.parameters import TRACE, TRACED_AT, content, held, holdings, settled
+from flexsparse.parameters import TRACE, TRACED_AT, call_of, content, held, holdings, settled
 
 _MISSING = object()
 # So many mods are remembered, each with what it holds.
@@ -44,7 +44,7 @@ class Watch:
             ):
                 return False
         for record, kind, call, own, fields in self._records:
-            if type(record) is not kind or _call_of(kind) is not call:
+            if type(record) is not kind or call_of(kind) is not call:
                 return False
             if len(own) - (TRACE in own) - (TRACED_AT in own) != len(fields):
                 return False
@@ -82,7 +82,7 @@ class Watch:
             fields = list(holdings(part).items())
             if own is None or any(name not in own for name, _ in fields):
                 return False
-            call = _call_of(type(part))
+            call = call_of(type(part))
             self._records.append((part, type(part), call, own, fields))
         return True
 
@@ -101,14 +101,9 @@ class Watch:
             parts += [*(value.__defaults__ or ()), *helpers]
             parts = [p for p in parts if _watchable(p)]
         elif not isinstance(value, Tensor | int | float | str | None):
-            parts = [*holdings(value).values(), _call_of(type(value))]
+            parts = [*holdings(value).values(), call_of(type(value))]
         for part in parts:
             yield from self._reached(part, seen)
-
-
-def _call_of(kind: type) -> Any:
-    """The function behind a call of its instances."""
-    return next((vars(c)["__call__"] for c in kind.__mro__ if "__call__" in vars(c)), None)
 
 
 def _watchable(part: Any) -> bool:

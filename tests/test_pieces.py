@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import flexsparse as fs
 from flexsparse import lengths
-from flexsparse.backends import Call
+from flexsparse.backends import Call, Work, tiles
 from flexsparse.choice import BACKENDS
 from flexsparse.device import Ceilings
 from flexsparse.kernels import pieces
 from flexsparse.kernels.compress import compress, expand
 from flexsparse.kernels.cut import cut_lists, places
-from flexsparse.masks import Causal
+from flexsparse.masks import Causal, Softcap
 from flexsparse.measure.draws import long_tailed, past_blocks
 
 COLUMNS = 30
@@ -250,6 +250,29 @@ def test_a_plan_says_that_it_cuts() -> None:
         fs.make_plan(*qkv, select=uneven(), split=4, **OPTIONS)
     )
     assert fs.make_plan(*qkv, select=uneven(), **OPTIONS).terms.cuts is None
+
+
+@pytest.mark.parametrize("grads", [False, True], ids=["forward", "backward"])
+def test_every_step_launches_the_same_programs(
+    grads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is found again by the program and score that it ran."""
+    qkv, select, launched = inputs(grads=grads), uneven(), []
+    options = OPTIONS | {"tile": (32, 16), "pack": "fold", "score": Softcap(3.0)}
+    plan = fs.make_plan(*qkv, select=select, split=2, cluster=True, **options)
+    own = tiles.run
+
+    def run(work: Work) -> tuple[Tensor, Tensor | None]:
+        launched.append((work.layout.program, work.score))
+        return own(work)
+
+    monkeypatch.setattr(tiles, "run", run)
+    for _ in range(2):
+        plan.run(*qkv)
+    first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
+    assert len(first) == 2
+    for (program, score), (again, score_again) in zip(first, second, strict=True):
+        assert program is again and score is score_again
 
 
 @pytest.mark.parametrize("split", [True, 0, -1, 1.5, "long"])

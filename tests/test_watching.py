@@ -68,7 +68,33 @@ def _field() -> tuple[Any, Callable[[], None]]:
     return rule & SlidingWindow(20), lambda: object.__setattr__(rule, "size", 9)
 
 
-@pytest.mark.parametrize("make", [_default, _cell, _inside, _tensor, _field])
+def _code() -> tuple[Any, Callable[[], None]]:
+    """What a notebook does to a function of a module that it loads anew."""
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < 5)
+
+    def wider(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < 9)
+
+    return near, lambda: setattr(near, "__code__", wider.__code__)
+
+
+def _method() -> tuple[Any, Callable[[], None]]:
+    """And to a class."""
+
+    @dataclass(frozen=True, eq=False)
+    class Reloaded(Near):
+        def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx >= kv_idx) & (q_idx - kv_idx < self.size)
+
+    def wider(self: Any, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < self.size + 4)
+
+    return Reloaded(5) & SlidingWindow(20), lambda: setattr(Reloaded, "__call__", wider)
+
+
+@pytest.mark.parametrize("make", [_default, _cell, _inside, _tensor, _field, _code, _method])
 def test_a_change_is_seen(make: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
     rule, change = make()
     q, k, v = torch.randn(3, 1, 1, 32, 16, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,12 @@ from flexsparse.cutting import Slots
 from flexsparse.kernels.columns import ColumnTiles
 from flexsparse.kernels.pieces import beside, join, take
 from flexsparse.kernels.reorder import reorder
+from flexsparse.program import MaskProgram, ScoreProgram
+
+Program = TypeVar("Program", MaskProgram, ScoreProgram)
+
+# Of each program what launches make of it: the same objects every time, by which kernels are known.
+_launched: WeakKeyDictionary[object, dict[Axis, object]] = WeakKeyDictionary()
 
 
 def of_pieces(backend: Backend, call: Call | Work) -> Backend:
@@ -29,7 +37,7 @@ def run_launches(backend: Backend, work: Work) -> tuple[Tensor, Tensor | None]:
         return _run(backend, work)
     q, score, tables = reorder(work.q, *order), work.score, work.score_tables
     if score is not None:
-        score = replace(score, address=taken(score.address, "order"))
+        score = over(score, "order")
         tables = [order.place, *tables]
     out, lse = _run(backend, work._replace(q=q, score=score, score_tables=tables))
     back = order.inverse, order.place
@@ -59,16 +67,28 @@ def _run(backend: Backend, work: Work) -> tuple[Tensor, Tensor | None]:
     return out, lse if work.lse else None
 
 
+def over(program: Program, axis: Axis) -> Program:
+    """The program over rows or keys as a launch takes them."""
+    if torch.compiler.is_compiling():
+        return replace(program, address=taken(program.address, axis))
+    known = _launched.setdefault(program, {})
+    if axis not in known:
+        known[axis] = replace(program, address=taken(program.address, axis))
+    found = known[axis]
+    assert isinstance(found, type(program))
+    return found
+
+
 def _over(work: Work, axis: Axis, slots: Slots) -> Work:
     """The work over rows or keys as a launch takes them: whoever asks for a place reads its table."""
-    program, score, tables = work.layout.program, work.score, work.score_tables
+    score, tables = work.score, work.score_tables
     layout = replace(
         work.layout,
-        program=replace(program, address=taken(program.address, axis)),
+        program=over(work.layout.program, axis),
         tables=[slots.laid, *work.layout.tables],
     )
     if score is not None:
-        score = replace(score, address=taken(score.address, axis))
+        score = over(score, axis)
         tables = [slots.laid, *tables]
     return work._replace(layout=layout, score=score, score_tables=tables)
 
