@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.modules import Branches, NSAAttention
-from flexsparse.selectors import NSA
+from flexsparse.selectors import NSA, Quest
 
 HEADS, KV_HEADS, DIM, V_DIM, FEATURES, WINDOW = 4, 2, 8, 6, 10, 5
 LENGTH, STRIDE, BLOCK, KEEP = 4, 2, 8, 4
@@ -208,6 +208,10 @@ def test_wrong_inputs_are_named() -> None:
         (lambda: attend(q, k, v, x[:, :3]), r"x \[B, Q, features\]"),
         (lambda: module("max"), "'mlp' or 'mean'"),
         (lambda: NSAAttention(3, 2, 8, 8), "multiple of kv_heads"),
+        (lambda: NSAAttention(4, 2, 8, 8, v_dim=0), "v_dim must be at least 1"),
+        (lambda: NSAAttention(4, 2, 8, 8, selector=Quest()), "must be an NSA, got Quest"),  # type: ignore[arg-type]
+        (lambda: attend(q, k, v, x[..., :1]), "got k, v and x of"),
+        (lambda: attend(q, k, v[..., :1], x), "got k, v and x of"),
         (
             lambda: attend.selector.choose(q, k, fs.Grid(7, 7, batch=2)),
             "each of the 2 whole windows",

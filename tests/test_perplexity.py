@@ -111,7 +111,7 @@ def test_two_runs_are_compared_in_it(tiny: Path) -> None:
     both = [read_run(str(tiny / name)) for name in ("one", "two")]
     print_comparison(*both, Console(file=text, width=120))
     assert "perplexity" in text.getvalue()
-    assert f"{rows[1]['perplexity']['value']:.3g} →" in text.getvalue()
+    assert f"{rows[1]['perplexity']['value']:,.2f} →" in text.getvalue()
 
 
 def test_without_it_there_is_no_such_column(tmp_path: Path) -> None:

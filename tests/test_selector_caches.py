@@ -196,6 +196,12 @@ def test_a_stale_selection_is_refused() -> None:
             lambda k: Quest().cache(k).select(k, fs.Grid(9, 10, batch=2)),
             "a cache of capacity 9 .* got a grid of 10",
         ),
+        (lambda k: Quest().cache(k[0]), r"k must have 4 axes \[b h n d\]"),
+        (lambda k: Quest().cache(k).append(3), r"append takes keys .* got int"),
+        (
+            lambda k: Quest().cache(k).select(k[:1], fs.Grid(9, 9, batch=2)),
+            r"of 2 sequences selects for q \[2, Hq, 9, D\] .* got \[1, 2, 9, 16\]",
+        ),
     ],
 )
 def test_wrong_uses(wrong: Any, words: str) -> None:

@@ -328,6 +328,19 @@ def test_a_wrong_argument_is_named(wrong: Callable[[], object], message: str) ->
         wrong()
 
 
+def test_a_call_of_other_lengths_than_its_grid_is_named() -> None:
+    q, k = inputs("random", 7, 7)
+    for wrong, message in (
+        (lambda: NSA().select(q, k, fs.Grid(6, 7, batch=2)), r"must be Grid\(7, 7, batch=2\)"),
+        (lambda: NSA().select(q, k, fs.Grid(7, 9, batch=2)), r"must be Grid\(7, 7, batch=2\)"),
+        (lambda: NSA().select(q[:, :3], k, fs.Grid(7, 7, batch=2)), "3 query heads over 2 KV"),
+        (lambda: NSA().select(q, k, (7, 7)), "got tuple"),  # type: ignore[arg-type]
+        (lambda: NSA().select(q, k[0], fs.Grid(7, 7, batch=2)), "k must have 4 axes"),
+    ):
+        with pytest.raises(fs.FlexSparseError, match=message):
+            wrong()
+
+
 def test_maps_of_another_size_are_named() -> None:
     q, k = inputs("random", 7, 7)
     selector = MSA(query=torch.zeros(2, 8, 4), key=torch.zeros(16, 4))

@@ -11,7 +11,7 @@ import pytest
 from test_cli import Shell, shell  # noqa: F401
 
 from flexsparse.verbs import terminal
-from flexsparse.verbs.compare import KEEPS, cell, differences, read_run, used
+from flexsparse.verbs.compare import KEEPS, PERPLEXITY, cell, differences, read_run, used
 
 CONFIG = """
 name: pictured
@@ -181,6 +181,21 @@ def test_compare_two_runs(shell: Shell) -> None:  # noqa: F811
     assert "both 0.5 → 0.25 0.5 → 0.25 0.75 2 0.5x" in lines
     assert "both 0.5x 1x 1x 0.25" in lines
     assert lines[-2:] == ["Only in A: x", "Only in B: y"]
+
+
+def test_rows_whose_names_begin_alike(shell: Shell) -> None:  # noqa: F811
+    """What differs is told of the row that both have, though one run alone has what its name begins with."""
+    config = "name: one\nrows: [{{name: v1, tile: 16}}, {{name: v1.5, tile: {}}}]\n"
+    left(shell.folder / "a", [record("v1"), record("v1.5")], config.format(64), {"cpu": "c"})
+    left(shell.folder / "b", [record("v1.5")], config.format(32), {"cpu": "c"})
+    code, out, _ = shell("compare", "a", "b")
+    assert code == 0 and "rows.v1.5.tile: 64 → 32" in out and "rows.v1.tile" not in out
+
+
+def test_a_hundredth_of_a_perplexity_is_told() -> None:
+    a, b = ({"perplexity": {"value": value}} for value in (1410.94, 1410.95))
+    assert cell(PERPLEXITY, a, b) == "1,410.94 → 1,410.95"
+    assert cell(PERPLEXITY, a, {}) == "1,410.94 → –"  # noqa: RUF001
 
 
 def test_compare_real_runs_and_failed_rows(shell: Shell) -> None:  # noqa: F811

@@ -103,6 +103,12 @@ def _own_perplexity(dense: dict[str, Any]) -> str:
     return _fine(dense.get("perplexity"))
 
 
+def _of_dense(row: dict[str, Any]) -> str:
+    own = row["dense"].get("perplexity")
+    value = row["perplexity"]["value"] if _has_perplexity(row) else None
+    return _times(value / own) if value and own else NOTHING
+
+
 def _in_model(which: str) -> Callable[[dict[str, Any]], str]:
     """Pairs of all layers, in parts of the baseline's in as many."""
 
@@ -189,11 +195,7 @@ MODEL = (
     Column(
         "of dense",
         "beside the model as it is",
-        lambda row: (
-            _times(row["perplexity"]["value"] / row["dense"]["perplexity"])
-            if _has_perplexity(row) and row["perplexity"]["value"]
-            else NOTHING
-        ),
+        _of_dense,
         lambda dense: _times(1.0) if "perplexity" in dense else NOTHING,
         _has_perplexity,
     ),

@@ -82,9 +82,17 @@ class NSAAttention(nn.Module):
             raise ShapeError(
                 f"NSAAttention heads must be a multiple of kv_heads, got {heads} and {kv_heads}"
             )
+        if v_dim is not None:
+            check_number("NSAAttention", "v_dim", v_dim, int, 1)
+        if selector is not None and not isinstance(selector, NSA):
+            raise ArgumentError(
+                f"NSAAttention selector must be an NSA, got {type(selector).__name__}: its other "
+                "branches need the windows of one"
+            )
         if phi not in ("mlp", "mean"):
             raise ArgumentError(f"NSAAttention phi must be 'mlp' or 'mean', got {phi!r}")
         self.heads, self.kv_heads = heads, kv_heads
+        self.widths = dim, dim if v_dim is None else v_dim, features
         self.selector = NSA() if selector is None else selector
         self.backend: BackendName = backend
         length, stride = self.selector.length, self.selector.stride
@@ -124,6 +132,12 @@ class NSAAttention(nn.Module):
         if x.shape[:2] != (q.shape[0], q.shape[2]):
             raise ShapeError(
                 f"NSAAttention needs x [B, Q, features] beside q {list(q.shape)}, got {list(x.shape)}"
+            )
+        widths = k.compression.shape[-1], v.compression.shape[-1], x.shape[-1]
+        if widths != self.widths:
+            raise ShapeError(
+                "NSAAttention of dim, v_dim and features {}, {} and {} got k, v and x of {}, {} and {}: "
+                "make it for these".format(*self.widths, *widths)
             )
         grid = Grid(q.shape[2], k.selection.shape[2], q_offset=q_offset, batch=q.shape[0])
         keys: Tensor = self.compress_keys(k.compression)

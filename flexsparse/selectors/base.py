@@ -10,7 +10,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from flexsparse.coverage import Span
-from flexsparse.errors import ArgumentError, SelectionError
+from flexsparse.errors import ArgumentError, SelectionError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.intervals import reach
 from flexsparse.kernels.top_k import ranks, top_k
@@ -19,6 +19,7 @@ from flexsparse.selection import Selection
 from flexsparse.selectors.budgets import Budget, Mass, alike, as_budgets, counts, width
 from flexsparse.selectors.caches import Cache, KeyCache
 from flexsparse.selectors.physical import Keep, Tiles
+from flexsparse.shapes import axes
 
 Heads = Literal["shared", "kv", "query"]
 
@@ -88,6 +89,7 @@ class Selector:
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
         """The candidates of each row: unique, rising, within the rule's reach."""
+        check_call(type(self).__name__, q, k, grid)
         return self.chosen(q, k, self.score(q, k, grid), grid, rule)
 
     def chosen(
@@ -183,6 +185,23 @@ class Selector:
         return (
             score - score.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
         ).exp()
+
+
+def check_call(name: str, q: Tensor, k: Tensor, grid: Grid) -> None:
+    """Refuses queries and keys of other lengths than the grid, or whose heads do not group."""
+    if not isinstance(grid, Grid):
+        raise ArgumentError(f"{name} selects on a Grid(q_len, kv_len), got {type(grid).__name__}")
+    sizes = axes(q=(q, "b h q d"), k=(k, "b g s e"))
+    if (sizes["q"], sizes["s"]) != (grid.q_len, grid.kv_len):
+        raise ShapeError(
+            f"{name} was given q {list(q.shape)} and k {list(k.shape)}, but {grid}: the grid must be "
+            f"Grid({sizes['q']}, {sizes['s']}, batch={sizes['b']})"
+        )
+    if sizes["h"] % sizes["g"]:
+        raise ShapeError(
+            f"{name} was given {sizes['h']} query heads over {sizes['g']} KV heads: Hq must be a "
+            "multiple of Hkv"
+        )
 
 
 def own_blocks(

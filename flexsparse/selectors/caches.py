@@ -16,7 +16,7 @@ from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div
+from flexsparse.shapes import axes, ceil_div
 
 if TYPE_CHECKING:
     from flexsparse.selectors.base import Selector
@@ -34,6 +34,7 @@ class Cache:
     """
 
     def __init__(self, selector: Selector, k: Tensor, capacity: int | None = None) -> None:
+        axes(k=(k, "b h n d"))
         capacity = k.shape[2] if capacity is None else capacity
         if type(capacity) is not int or capacity < k.shape[2]:
             raise ArgumentError(
@@ -49,6 +50,8 @@ class Cache:
     @torch.no_grad()
     def append(self, k: Tensor) -> None:
         """The keys that come next; work and memory traffic for these alone."""
+        if not isinstance(k, Tensor):
+            raise ArgumentError(f"append takes keys [B, Hkv, n, D], got {type(k).__name__}")
         if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != self._form:
             b, h, d = self._form
             raise ShapeError(f"append takes keys [{b}, {h}, n, {d}], got {list(k.shape)}")
@@ -69,6 +72,13 @@ class Cache:
             raise ShapeError(
                 f"a cache of capacity {self.capacity} selects among that many keys at most, got a grid "
                 f"of {grid.kv_len}"
+            )
+        axes(q=(q, "b h n d"))
+        batch, kv_heads, _ = self._form
+        if q.shape[0] != batch or q.shape[1] % kv_heads or q.shape[2] != grid.q_len:
+            raise ShapeError(
+                f"a cache of {kv_heads} KV heads of {batch} sequences selects for q [{batch}, Hq, "
+                f"{grid.q_len}, D] on {grid}, got {list(q.shape)}"
             )
         return self._select(q, grid, rule)
 

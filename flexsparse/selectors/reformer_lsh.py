@@ -28,7 +28,8 @@ class ReformerLSH(Selector):
     by position, and cut into chunks of ``chunk``. Rounds are joined as a set, which is what the paper's
     correction for repeats amounts to. The budget is at most ``2 * chunk * rounds`` keys; a smaller
     ``keep`` prefers those that meet in more rounds. One list a query head. ``shared_qk``: q and k are one
-    projection, so a query's own key is seen only by who sees no other.
+    projection, so a query's own key is seen only by who sees no other; where they are two, a query in
+    whose bucket no key is seen sees nothing: give ``fallback``.
     """
 
     buckets: int = 16

@@ -104,11 +104,13 @@ def _leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Column(NamedTuple):
-    """A heading, and what a row of either run has there; ``ratio`` where B is put over A."""
+    """A heading, and what a row of either run has there; ``ratio`` where B is put over A, or else how
+    a number is written."""
 
     head: str
     of: Callable[[dict[str, Any]], float | None]
     ratio: bool
+    form: str = ".3g"
 
 
 def _at(*path: str) -> Callable[[dict[str, Any]], float | None]:
@@ -144,8 +146,8 @@ KEEPS = (
     Column("inflation", _at("budget", "inflation"), False),
     Column("pairs", _at("budget", "logical_pairs"), True),
 )
-# Only of runs that ask for it.
-PERPLEXITY = Column("perplexity", _at("perplexity", "value"), False)
+# Only of runs that ask for it; a hundredth of it is much.
+PERPLEXITY = Column("perplexity", _at("perplexity", "value"), False, ",.2f")
 COSTS = (
     Column("kernel", _at("time_ms", "kernel"), True),
     Column("total", _at("time_ms", "total"), True),
@@ -164,6 +166,11 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, st
     ]
 
 
+def _row_of(path: str, names: list[str]) -> str | None:
+    """Which of these rows, longest names first, a path of the configuration belongs to."""
+    return next((name for name in names if path.startswith(f"rows.{name}.")), None)
+
+
 def _said(values: dict[str, Any], key: str) -> str:
     if key not in values:
         return "absent"
@@ -176,7 +183,7 @@ def cell(column: Column, a: dict[str, Any], b: dict[str, Any]) -> str:
     one, other = column.of(a), column.of(b)
     if column.ratio:
         return NOTHING if one is None or other is None or not one else f"{other / one:.3g}x"
-    first, second = (NOTHING if x is None else f"{x:.3g}" for x in (one, other))
+    first, second = (NOTHING if x is None else f"{x:{column.form}}" for x in (one, other))
     return first if first == second else f"{first} → {second}"
 
 
@@ -186,7 +193,7 @@ def print_comparison(a: Run, b: Run, console: Console) -> None:
 
     console.print(Text(f"A is {a.name}\nB is {b.name}"))
     shared = [name for name in a.rows if name in b.rows]
-    alone = [f"rows.{name}." for name in {**a.rows, **b.rows} if name not in shared]
+    every = sorted({**a.rows, **b.rows}, key=len, reverse=True)
     for what, mine, theirs in (
         ("configuration", a.config, b.config),
         ("environment", a.environment, b.environment),
@@ -196,7 +203,7 @@ def print_comparison(a: Run, b: Run, console: Console) -> None:
             console.print(Text(f"\nThe {what} of {' and '.join(unknown)} is not known."))
             continue
         # Rows that one run alone has are named below.
-        found = [d for d in differences(mine, theirs) if not d[0].startswith(tuple(alone))]
+        found = [d for d in differences(mine, theirs) if _row_of(d[0], every) in (None, *shared)]
         console.print(Text(f"\n{'Different' if found else 'Same'} {what}"), style="bold")
         for key, *values in found:
             console.print(Text(f"  {key}: {values[0]} → {values[1]}"))
