@@ -537,6 +537,8 @@ def test_an_approximate_index_finds_most_of_them() -> None:
         Retrieval(index="no such").select(q, k, grid)
     with pytest.raises(fs.FlexSparseError, match="block and q_block must be 1"):
         Retrieval(block=2)
+    with pytest.raises(fs.FlexSparseError, match="Retrieval keep must be an int, got 0.5"):
+        Retrieval(keep=0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["gates", "tile_budget", "parts"])

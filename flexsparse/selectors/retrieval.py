@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexsparse.errors import ArgumentError, BackendError
+from flexsparse.errors import ArgumentError, BackendError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
@@ -39,6 +39,7 @@ class Retrieval(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_number("Retrieval", "keep", self.keep, int, 1)
         if (self.block, self.q_block) != (1, 1):
             raise ArgumentError(
                 "Retrieval finds tokens: block and q_block must be 1, got "
