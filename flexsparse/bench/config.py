@@ -234,8 +234,8 @@ class Config(Strict):
 
 @dataclass(frozen=True)
 class Bench:
-    """A configuration that holds together, with the rule and the selector of each of its rows; ``file``
-    and ``overrides`` are what it was read from."""
+    """A configuration that holds together, with the rule and the selector of each of its rows; ``file``,
+    ``overrides`` and ``rows`` are what it was read from."""
 
     config: Config
     rules: tuple[MaskRule | None, ...]
@@ -243,22 +243,26 @@ class Bench:
     source: Source
     file: Path | str
     overrides: tuple[str, ...]
+    rows: tuple[str, ...]
 
 
-def load(file: Path | str, overrides: Iterable[str] = ()) -> Bench:
-    """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
-    overrides = tuple(overrides)
-    source, config = judged(file, overrides, Config)
+def load(file: Path | str, overrides: Iterable[str] = (), rows: Iterable[str] = ()) -> Bench:
+    """Reads a configuration; one `ConfigError` names all that is wrong, a line each.
+
+    ``rows``: those to run, as `flexsparse.experiment.picked.pick` takes them; none: all.
+    """
+    overrides, wanted = tuple(overrides), tuple(rows)
+    source, config = judged(file, overrides, Config, wanted)
     data = source.data if isinstance(source.data, Mapping) else {}
-    rows = data.get("rows")
-    given = list(enumerate(rows if type(rows) is list else []))
+    listed = data.get("rows")
+    given = list(enumerate(listed if type(listed) is list else []))
     rules = [_rule(row, i, source) for i, row in given]
     selectors = [_selector(row, i, source) for i, row in given]
     if config is not None:
-        refuse_repeated(rows, source)
+        refuse_repeated(listed, source)
     source.raise_noted()
     assert config is not None
-    return Bench(config, tuple(rules), tuple(selectors), source, file, overrides)
+    return Bench(config, tuple(rules), tuple(selectors), source, file, overrides, wanted)
 
 
 def _rule(row: object, i: int, source: Source) -> MaskRule | None:

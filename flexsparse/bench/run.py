@@ -20,6 +20,7 @@ from flexsparse.device import Ceilings, ceilings
 from flexsparse.errors import BackendError, FlexSparseError
 from flexsparse.experiment.environment import environment
 from flexsparse.experiment.journal import append, plain
+from flexsparse.experiment.picked import named_with_changes
 from flexsparse.experiment.run import open_folder
 from flexsparse.measure.attention_peers import peer
 from flexsparse.measure.baselines import measured
@@ -75,8 +76,9 @@ def every(bench: Bench, device: torch.device, limits: Ceilings) -> Iterator[Reco
 def one(bench: Bench, i: int, device: torch.device, limits: Ceilings) -> Iterator[Record]:
     """The records of row ``i``, as JSON has them."""
     row, given = bench.config.rows[i], (bench.rules[i], bench.selectors[i])
+    said = named_with_changes(row.name, bench.source, i)
     for found in run_row(row, given[0], bench.config, device, limits, given[1]):
-        yield plain(found)
+        yield plain(found | {"name": said})
 
 
 def run_row(

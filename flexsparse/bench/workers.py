@@ -20,7 +20,7 @@ from flexsparse.device import Ceilings
 from flexsparse.device.ceiling import know
 from flexsparse.measure.tried import once, tried
 
-Read = tuple[Path | str, tuple[str, ...]]
+Read = tuple[Path | str, tuple[str, ...], tuple[str, ...]]
 
 
 def shared(
@@ -30,7 +30,8 @@ def shared(
 
     The device's ceilings are those that were measured before there were others on it.
     """
-    read, rows = (bench.file, bench.overrides), range(len(bench.config.rows))
+    read = (bench.file, bench.overrides, bench.rows)
+    rows = range(len(bench.config.rows))
     with ExitStack() as stack:
         pools: list[Executor] = [
             stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), _alone))

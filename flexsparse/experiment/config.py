@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from flexsparse.arguments import Fallback, check_fallback, tile_size
 from flexsparse.choice import BackendName, Pack
@@ -72,10 +72,24 @@ class ModelInput(Strict):
         return self
 
 
+SAMPLE_TOKENS = 1024
+
+
+class Sample(Strict):
+    """The tensors that come along: the first ``tokens`` of them, or all. A name alone stands for all."""
+
+    name: Literal["smollm2"] = "smollm2"
+    tokens: Annotated[int, Field(ge=1, le=SAMPLE_TOKENS)] | None = None
+
+
+def _sample(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Input(Strict):
     """Where q, k and v come from: one of the four."""
 
-    sample: Literal["smollm2"] | None = None
+    sample: Annotated[Sample | None, BeforeValidator(_sample)] = None
     file: str | None = None
     random: RandomInput | None = None
     model: ModelInput | None = None
@@ -154,7 +168,7 @@ class Config(Strict):
     attention of all layers of the input's model."""
 
     name: Annotated[str, AfterValidator(_name)]
-    input: Input = Input(sample="smollm2")
+    input: Input = Input(sample=Sample())
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     check: Annotated[Any, AfterValidator(_check)] = True
@@ -168,6 +182,8 @@ class Config(Strict):
         """Every value, defaults too, as YAML has them."""
         plain = self.model_dump()
         plain["input"] = self.input.model_dump(exclude_none=True)
+        if (sample := self.input.sample) is not None and sample.tokens is None:
+            plain["input"]["sample"] = sample.name
         if (random := self.input.random) is not None:
             keys = {"kv_heads": random.heads, "kv_len": random.q_len}
             plain["input"]["random"] = random.model_dump(exclude_none=True) | {

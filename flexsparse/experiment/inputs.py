@@ -39,7 +39,9 @@ def load_inputs(
         model = model or read(given.model, dtype, device, beside)
         q, k, v = model.layer(given.model.layer)
     else:
-        q, k, v = _stored(SAMPLES / f"{given.sample}_layer.safetensors")
+        assert given.sample is not None
+        stored = _stored(SAMPLES / f"{given.sample.name}_layer.safetensors")
+        q, k, v = (x[:, :, : given.sample.tokens] for x in stored)
     q, k, v = (x.to(device, dtype).contiguous() for x in (q, k, v))
     check_qkv(q, k, v)
     for name, x in zip("qkv", (q, k, v), strict=True):

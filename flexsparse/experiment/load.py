@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from flexsparse.experiment.build import build_rule, build_score, build_selector
 from flexsparse.experiment.config import Config, Row
 from flexsparse.experiment.filled import digests, filled, runnable
+from flexsparse.experiment.picked import pick
 from flexsparse.experiment.source import At, Source, dump, read, shown
 from flexsparse.experiment.wording import worded
 from flexsparse.masks.causal import Causal
@@ -74,16 +75,20 @@ class Experiment:
         return dump(runnable(self.plain, self.source.folder))
 
 
-def load(file: Path | str, overrides: Iterable[str] = ()) -> Experiment:
-    """Reads a configuration; one `ConfigError` names all that is wrong, a line each."""
-    source, config = judged(file, overrides, Config)
+def load(file: Path | str, overrides: Iterable[str] = (), rows: Iterable[str] = ()) -> Experiment:
+    """Reads a configuration; one `ConfigError` names all that is wrong, a line each.
+
+    ``rows``: those to run, as `flexsparse.experiment.picked.pick` takes them; none: all.
+    """
+    source, config = judged(file, overrides, Config, rows)
     data = source.data if isinstance(source.data, Mapping) else {}
     baseline = None
     if (spec := data.get("baseline", "causal")) is not None:
         baseline = build_rule(spec, ("baseline",), source)
-    rows = data.get("rows")
-    objects = [_objects(row, i, source) for i, row in enumerate(rows if type(rows) is list else [])]
-    refuse_repeated(rows, source)
+    given = data.get("rows")
+    listed = given if type(given) is list else []
+    objects = [_objects(row, i, source) for i, row in enumerate(listed)]
+    refuse_repeated(given, source)
     if config is not None and config.perplexity:
         _refuse_no_language(config, baseline, source)
     source.raise_noted()
@@ -119,12 +124,14 @@ def _refuse_no_language(config: Config, baseline: MaskRule | None, source: Sourc
 
 
 def judged(
-    file: Path | str, overrides: Iterable[str], model: type[Model]
+    file: Path | str, overrides: Iterable[str], model: type[Model], rows: Iterable[str] = ()
 ) -> tuple[Source, Model | None]:
-    """A file with its overrides, and as ``model`` has it; what is wrong with it is noted."""
+    """A file with its overrides and the ``rows`` that are to run, and as ``model`` has it; what is
+    wrong with it is noted."""
     source = read(file)
     for argument in overrides:
         source.override(argument)
+    pick(source, rows)
     try:
         return source, model.model_validate(source.data)
     except ValidationError as error:

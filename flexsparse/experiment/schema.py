@@ -31,6 +31,8 @@ def schema() -> dict[str, Any]:
     }
     parts["selector"] = {"anyOf": _named("selector")}
     parts["Input"] |= {"minProperties": 1, "maxProperties": 1}
+    sample = parts["Input"]["properties"]["sample"]
+    sample["anyOf"] = [parts["Sample"]["properties"]["name"], *sample["anyOf"]]
     row = parts["Row"]["properties"]
     made["properties"]["baseline"] |= _or_null("rule")
     for key, part in {"rule": "rule", "select": "selector", "score": "score"}.items():

@@ -18,6 +18,9 @@ from flexsparse.resolve import did_you_mean
 
 At = tuple[str | int, ...]
 
+# What is a word or a mapping, as a mapping.
+_MAPPINGS: dict[At, str] = {("input", "sample"): "{name: smollm2, tokens: 256}"}
+
 # An anchor used by anchors grows without bound from a few lines.
 _MOST = 100_000
 
@@ -69,6 +72,10 @@ class Source:
     problems: list[tuple[At, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """What is wrong with an override itself, which has no place."""
+    changes: dict[At, str] = field(default_factory=dict)
+    """What overrides have set, as they were written."""
+    left: list[int] | None = None
+    """The numbers of the rows that run, where some were left out."""
 
     @property
     def folder(self) -> Path:
@@ -77,6 +84,9 @@ class Source:
 
     def note(self, at: At, message: str) -> None:
         """Keeps a problem, so that all of them are told at once."""
+        if self.left is not None and len(at) > 1 and at[0] == "rows":
+            # As the file counts them.
+            at = ("rows", self.left[int(at[1])], *at[2:])
         self.problems.append((at, message))
 
     def raise_noted(self) -> None:
@@ -116,6 +126,7 @@ class Source:
         for old in [p for p in self.places if p[: len(at)] == at]:
             del self.places[old]
         self.places[at] = place
+        self.changes[at] = text
 
     def _next(self, holder: Any, at: At, parts: list[str], place: str) -> tuple[Any, list[str]]:
         """The key or index that leads on, and what is left of the path."""
@@ -138,7 +149,11 @@ class Source:
                 f"{place}: {where} has the entries 0 to {len(holder) - 1}"
                 f"{f' ({named})' if named else ''}, not {parts[0]!r}{did_you_mean(parts[0], names)}"
             )
-        raise ConfigError(f"{place}: {where} is {shown(holder)}, which has no {parts[0]!r} to set")
+        whole = _MAPPINGS.get(at) if isinstance(holder, str) else None
+        hint = f": write it as a mapping, {where}='{whole}'" if whole else ""
+        raise ConfigError(
+            f"{place}: {where} is {shown(holder)}, which has no {parts[0]!r} to set{hint}"
+        )
 
     def _known(self, at: At) -> At:
         while at and at not in self.places:

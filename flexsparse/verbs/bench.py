@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from flexsparse.verbs.rows import Rows
+
 
 def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="key=value", show_default=False)
     ] = None,
+    rows: Rows = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write, by default results/NAME.")
     ] = None,
@@ -30,7 +33,8 @@ def bench(
     """Time the conversion of a YAML file's problems beside what others do.
 
     Prints its tables; config.yaml, environment.json and rows.jsonl go to the results folder. Values
-    of the file are overridden by path, such as rows.0.blocks.length=4096.
+    of the file are overridden by path, such as rows.0.blocks.length=4096; rows.0=null leaves a row
+    out.
     """
     from rich.console import Console
 
@@ -38,7 +42,7 @@ def bench(
     from flexsparse.bench.config import load
     from flexsparse.bench.table import print_tables
 
-    made = load(config, overrides or ())
+    made = load(config, overrides or (), rows or ())
     folder = out or Path("results") / made.config.name
     done, usual = count(1), made.config.backend
     count_of = sum(len(row.backends(usual)) for row in made.config.rows)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexsparse.experiment.form import FORM
+from flexsparse.verbs.rows import Rows
 
 if TYPE_CHECKING:
     from flexsparse.experiment.run import Progress
@@ -20,8 +21,9 @@ Prints its tables; config.yaml, environment.json, rows.jsonl and report.html go 
 folder. Exit code 0: every row is right; 1: a row failed or is wrong; 2: nothing ran.
 
 Values are overridden by path, with a row's name or number: rows.window.rule.sliding_window.size=32,
-rows.1.tile=64, dtype=bfloat16, baseline=null. `flexsparse list` says which rules, scores and
-selectors there are and what each takes; `flexsparse schema` is for editors.
+rows.1.tile=64, dtype=bfloat16, baseline=null; rows.window=null leaves that row out. For a quick look:
+--rows 'window*,quest' 'input.sample={{name: smollm2, tokens: 256}}'. `flexsparse list` says which
+rules, scores and selectors there are and what each takes; `flexsparse schema` is for editors.
 
 The form of the file:
 
@@ -34,6 +36,7 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="key=value", show_default=False)
     ] = None,
+    rows: Rows = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration as it would run.")
     ] = False,
@@ -50,7 +53,7 @@ def run(
     """See `HELP`."""
     from flexsparse.experiment.load import load
 
-    experiment = load(config, overrides or ())
+    experiment = load(config, overrides or (), rows or ())
     if print_config:
         typer.echo(experiment.as_yaml(), nl=False)
         return 0
