@@ -130,6 +130,24 @@ def test_check_a_score_and_a_selector(shell: Shell, arguments: list[str]) -> Non
     assert code == 0 and "lse" in out and "ok" in out
 
 
+def test_check_a_selector_that_leaves_something_out(shell: Shell) -> None:
+    # 2 of 2 blocks would be kept at 65 tokens.
+    code, out, err = shell("check", "quest", "block=32", "keep=4")
+    assert code == 0 and err == "" and "at most 4 of 7 blocks" in out and "193 query rows" in out
+    code, out, err = shell("check", "quest", "block=32", "keep=4", "--tokens", "100")
+    assert code == 0 and "100 query rows" in out
+    assert "Warning: nothing was left out" in err and "at 100 tokens" in err
+    code, out, err = shell("check", "quest", "block=32", "keep=4", "--tokens", "161")
+    assert code == 0 and err == "" and "161 query rows" in out
+    code, out, err = shell("check", "causal", "--tokens", "7")
+    assert code == 0 and err == "" and "7 query rows" in out
+
+
+def test_check_a_selector_that_never_leaves_anything_out(shell: Shell) -> None:
+    code, out, err = shell("check", "quest", "keep=4000")
+    assert code == 0 and "65 query rows" in out and "at 65 tokens" in err
+
+
 def test_list(shell: Shell) -> None:
     code, out, _ = shell("list")
     assert code == 0
