@@ -142,6 +142,59 @@ def test_appending_writes_in_place() -> None:
         assert int(cache.length) == 20
 
 
+@pytest.mark.parametrize("name", ["quest", "mean", "streaming", "oracle", "random"])
+def test_a_forgotten_append_is_told(name: str) -> None:
+    q, k = drawn("random", 65, 65)
+    cache = FORMS[name]().cache(k[:, :, :64], capacity=70)
+    one = q[:, :, -1:]
+    told = "holds 64 keys, got a grid of 65 whose last query stands at position 64: append"
+    for offset in (None, 64, torch.tensor([63, 64])):
+        with pytest.raises(fs.FlexSparseError, match=told):
+            cache.select(one, fs.Grid(1, 65, q_offset=offset, batch=2), Causal())
+    with pytest.raises(fs.FlexSparseError, match="holds 64 keys .* a grid of 63"):
+        cache.select(one, fs.Grid(1, 63, batch=2), Causal())
+    with pytest.raises(fs.FlexSparseError, match="holds 64 keys, got a grid of 70"):
+        cache.select(one, fs.Grid(1, 70, batch=2), Causal())
+    # A buffer, whose rule hides what is not there yet.
+    whole = cache.select(one, fs.Grid(1, 64, batch=2), Causal())
+    for offset in (63, torch.tensor(63), torch.tensor([63, 63])):
+        buffer = cache.select(one, fs.Grid(1, 70, q_offset=offset, batch=2), Causal())
+        found = buffer.blocks()[..., : whole.candidates]
+        assert name == "random" or torch.equal(found, whole.blocks().expand_as(found))
+    cache.append(k[:, :, 64:])
+    cache.select(one, fs.Grid(1, 65, batch=2), Causal())
+
+
+def test_a_forgotten_append_is_told_where_sizes_are_compiled() -> None:
+    q, k = drawn("random", 65, 65)
+    cache = FORMS["quest"]().cache(k[:, :, :64], capacity=70)
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=False)
+    def step(one: torch.Tensor, length: int, offset: torch.Tensor | None = None) -> torch.Tensor:
+        grid = fs.Grid(1, length, q_offset=offset, batch=2)
+        return cache.select(one, grid, None).indices
+
+    one = q[:, :, -1:]
+    assert torch.equal(step(one, 64), cache.select(one, fs.Grid(1, 64, batch=2)).indices)
+    with pytest.raises(Exception, match="holds 64 keys, got a grid of 65"):
+        step(one, 65)
+    with pytest.raises(Exception, match="holds 64 keys .* a grid of 63"):
+        step(one, 63)
+    assert step(one, 70, torch.tensor(63)).shape[-1] == 3
+
+
+def test_a_compiled_append_is_counted_on_the_device() -> None:
+    """A replay of it is no call that the host could count."""
+    q, k = drawn("random", 66, 66)
+    cache = FORMS["quest"]().cache(k[:, :, :64], capacity=66)
+    append = torch.compile(cache.append, fullgraph=True, backend="eager")
+    for length in (65, 66):
+        append(k[:, :, length - 1 : length])
+        with pytest.raises(fs.FlexSparseError, match=f"holds {length} keys"):
+            cache.select(q[:, :, :1], fs.Grid(1, 64, batch=2), Causal())
+        cache.select(q[:, :, :1], fs.Grid(1, length, batch=2), Causal())
+
+
 def test_layers_that_reuse_a_selection() -> None:
     """TidalDecode: layers 2 and 5 select, those after take over, those before see everything."""
     end, layers = 24, 8

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.grid import Grid
+from flexsparse.occupancy import on_device_only
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.shapes import axes, ceil_div
@@ -43,6 +44,8 @@ class Cache:
         self.selector = selector
         self.capacity = capacity
         self.length = torch.zeros((), dtype=torch.int64, device=k.device)
+        # As the host knows it; None once a compiled or captured step, which is replayed, adds to it.
+        self._held: int | None = 0
         self._form = (k.shape[0], k.shape[1], k.shape[3])
         self._start(k)
         self.append(k)
@@ -55,7 +58,8 @@ class Cache:
         if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != self._form:
             b, h, d = self._form
             raise ShapeError(f"append takes keys [{b}, {h}, n, {d}], got {list(k.shape)}")
-        if k.device.type == "cpu" and int(self.length) + k.shape[2] > self.capacity:
+        seen = k.device.type == "cpu" and not on_device_only(k.device)
+        if seen and int(self.length) + k.shape[2] > self.capacity:
             raise ShapeError(
                 f"append of {k.shape[2]} keys to {int(self.length)} exceeds the capacity {self.capacity}: "
                 "make the cache with a larger one"
@@ -64,10 +68,18 @@ class Cache:
         # One slot past the end takes what does not fit.
         self._write(k, position.clamp(max=self.capacity))
         self.length += k.shape[2]
+        if on_device_only(k.device):
+            self._held = None
+        elif self._held is not None:
+            self._held = min(self._held + k.shape[2], self.capacity)
 
     @torch.no_grad()
     def select(self, q: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
-        """The candidates of the queries ``q`` among the keys so far."""
+        """The candidates of the queries ``q`` among the keys so far.
+
+        A grid of another length than that of the keys so far is an error, where the host can know; a
+        longer one stands for a buffer, and its ``q_offset`` says where the queries stand.
+        """
         if grid.kv_len > self.capacity:
             raise ShapeError(
                 f"a cache of capacity {self.capacity} selects among that many keys at most, got a grid "
@@ -80,7 +92,33 @@ class Cache:
                 f"a cache of {kv_heads} KV heads of {batch} sequences selects for q [{batch}, Hq, "
                 f"{grid.q_len}, D] on {grid}, got {list(q.shape)}"
             )
+        self._refuse_other_keys(grid, q.device)
         return self._select(q, grid, rule)
+
+    def _refuse_other_keys(self, grid: Grid, device: torch.device) -> None:
+        """An append that was forgotten, or a grid that leaves keys out."""
+        offset = grid.q_offset
+        if isinstance(offset, Tensor) and grid.kv_len == self.capacity and on_device_only(device):
+            return  # as positions, lengths are the device's alone
+        held = self._held
+        if held is None and not on_device_only(device):
+            held = min(int(self.length), self.capacity)
+        if held is None or grid.kv_len == held:
+            return
+        if grid.kv_len < held:
+            raise ShapeError(
+                f"a cache that holds {held} keys selects among all of them, got a grid of {grid.kv_len}: "
+                f"give Grid(q_len, {held})"
+            )
+        if isinstance(offset, Tensor):
+            if offset.device.type != "cpu" or on_device_only(device) or not offset.numel():
+                return
+            offset = int(offset.max())
+        if offset + grid.q_len > held:
+            raise ShapeError(
+                f"the cache holds {held} keys, got a grid of {grid.kv_len} whose last query stands at "
+                f"position {offset + grid.q_len - 1}: append the keys of this step before its select"
+            )
 
     def _start(self, k: Tensor) -> None:
         """Makes the buffers, for keys such as ``k``."""
