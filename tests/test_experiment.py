@@ -394,6 +394,29 @@ def test_verdict(rows: list[dict[str, Any]], start: str) -> None:
     assert "plain torch" in verdict([*rows, record("c", 1, 1, "tiles")])
 
 
+def test_a_row_that_keeps_less_at_no_less_cost_is_not_praised() -> None:
+    quest, random = record("quest", 4, 2), record("random", 3.8, 2)
+    quest["mass_kept"], random["mass_kept"] = 0.9, 0.3
+    for rows in ([quest, random], [random, quest]):
+        said = verdict(rows)
+        assert said.startswith("In part: 'quest' came closest, keeping 90% of the attention mass.")
+        assert "'random' delivered 53% of its promise, keeping 30%." in said
+    # Nor one that is a little faster for much less attention; one that is much faster is.
+    assert "'quest' came closest" in verdict([quest, random | {"got": 2.1, "delivered": 0.55}])
+    assert "'random' came closest, keeping 30%" in verdict([
+        quest | {"got": 0.5, "delivered": 0.125}, random | {"got": 1.9, "delivered": 0.5}
+    ])  # fmt: skip
+    # The same for less time, whatever was promised.
+    small = record("small", 1.1, 2) | {"mass_kept": 0.8}
+    assert "'quest' came closest" in verdict([small, quest])
+    assert "'small' came closest" in verdict([small, quest | {"got": 1.9, "delivered": 0.475}])
+
+
+def test_rows_whose_attention_is_not_known_answer_too() -> None:
+    rows = [record("a", 4, 2) | {"mass_kept": None}, record("b", 4, 3) | {"mass_kept": None}]
+    assert verdict(rows).startswith("In part: 'b' came closest. It promised")
+
+
 def test_only_right_rows_within_the_baseline_answer() -> None:
     other = record("other", 4, 4) | {"pairs_outside": 3}
     wrong = record("wrong", 4, 4) | {"status": "wrong"}

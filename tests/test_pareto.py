@@ -9,6 +9,7 @@ from typing import Any
 from flexsparse.experiment import pareto
 from flexsparse.experiment.load import load
 from flexsparse.experiment.report import write_report
+from flexsparse.experiment.verdict import front
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -39,6 +40,13 @@ def test_the_line_joins_the_rows_that_are_not_beaten() -> None:
     assert drawn.front == "188.0,142.0 608.0,12.0"
     assert [label for _, label in drawn.ticks] == ["0%", "25%", "50%", "75%", "100%"]
     assert pareto.picture([row("alone", 0.5, 50)]) is None
+
+
+def test_the_front_in_words_is_that_of_the_picture() -> None:
+    rows = [row("a", 0.5, 50), row("b", 0.25, 100), row("c", 1.0, 200)]
+    said = "No other row keeps as much attention for as few physical pairs: "
+    assert front(rows) == said + "a 50.0% for 25.0%; c 100.0% for 100.0%."
+    assert front(rows[:1]) == ""
 
 
 def test_the_picture_in_the_docstring_holds() -> None:

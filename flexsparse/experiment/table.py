@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexsparse.experiment.columns import CHECKS, NOTHING, TABLES, Column, always
-from flexsparse.experiment.verdict import baseline, baselines, noted, verdict
+from flexsparse.experiment.verdict import baseline, baselines, front, noted, verdict
 
 QUESTION = "Did the hardware skip what the algorithm promised?"
 
@@ -56,6 +56,8 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
     """The answer first, then the tables, then what to know beside them, then what went wrong."""
     console.print(Text(QUESTION, style="bold"))
     console.print(Text(verdict(rows)))
+    if said := front(rows):
+        console.print(Text(said))
     console.print(Text(baseline(rows), style="dim"))
     styles = {"ok": "", "baseline": "dim"}
     for title, columns in tables(rows):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexsparse.experiment.pareto import points
+
 # What counts as kept: launches and a clock's noise take a few per cent of any row.
 _KEPT = 0.9
 
@@ -79,15 +81,48 @@ def _word(sparse: list[dict[str, Any]]) -> str:
 
 
 def _best(sparse: list[dict[str, Any]]) -> str:
-    closest = max(sparse, key=_delivered)
+    # Who keeps less attention in no less time is no answer, however small the promise.
+    left = [row for row in sparse if not any(_beats(other, row) for other in sparse)]
+    closest = max(left, key=_worth)
     # A row slower than dense may deliver most of a small promise, but it is no part of a yes.
-    best = max([row for row in sparse if row["got"] > 1] or sparse, key=_delivered)
-    among = "" if best["delivered"] == closest["delivered"] else " of those that beat dense"
+    best = max([row for row in left if row["got"] > 1] or left, key=_worth)
+    among = "" if best is closest else " of those that beat dense"
     return (
         f"'{best['name']}' came closest{among}{_keeping(best)}. It promised {best['promised']:.1f}x less work than dense "
         f"attention and took {_speed(best['got'])}: {best['delivered']:.0%} of the promise was "
-        "delivered."
+        f"delivered.{_more(sparse, best)}"
     )
+
+
+def _beats(other: dict[str, Any], row: dict[str, Any]) -> bool:
+    if other["mass_kept"] is None or row["mass_kept"] is None:
+        return False
+    return bool(other["mass_kept"] > row["mass_kept"] and other["got"] >= row["got"])
+
+
+def _worth(row: dict[str, Any]) -> float:
+    """What was delivered, for as much of the attention as was kept."""
+    kept = row["mass_kept"]
+    return _delivered(row) * (1.0 if kept is None else kept)
+
+
+def _more(sparse: list[dict[str, Any]], best: dict[str, Any]) -> str:
+    most = max(sparse, key=_delivered)
+    if most["mass_kept"] is None or _delivered(most) <= _delivered(best):
+        return ""
+    return (
+        f" '{most['name']}' delivered {most['delivered']:.0%} of its promise, keeping "
+        f"{most['mass_kept']:.0%}."
+    )
+
+
+def front(rows: list[dict[str, Any]]) -> str:
+    """The rows that no other beats, with what each keeps of how many pairs; nothing for fewer than two rows."""
+    found = points(rows)
+    if len(found) < 2:
+        return ""
+    best = "; ".join(f"{p.name} {p.mass:.1%} for {p.physical:.1%}" for p in found if p.best)
+    return f"No other row keeps as much attention for as few physical pairs: {best}."
 
 
 def _delivered(row: dict[str, Any]) -> float:
