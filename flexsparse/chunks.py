@@ -39,7 +39,8 @@ def check_chunk(terms: Terms, start: int, stop: int) -> None:
     if not (0 <= start < stop <= q_len and whole):
         raise LayoutError(
             f"chunk needs start and stop in multiples of {unit} within 0..{q_len}, the last stop being "
-            f"{q_len}, got {start} and {stop}: its rows are whole tiles and whole rows of the selection"
+            f"{q_len}, got {start} and {stop}: its rows are whole tiles and whole rows of the selection; a plan with a smaller tile= "
+            "allows finer chunks"
         )
 
 

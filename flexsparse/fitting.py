@@ -27,10 +27,10 @@ def check_select(plan: Plan, select: Selection | None) -> None:
         )
     member = plan.program.member
     if (select is None) != (member is None):
-        wanted = "none" if member is None else "one"
+        made, wanted = ("without", "with") if member is None else ("with", "without")
         raise LayoutError(
-            f"this plan was made for {wanted} selection: make a plan for calls "
-            f"{'with' if member is None else 'without'} one"
+            f"this plan was made {made} a selection, and is asked {wanted} one: make a plan for calls "
+            f"{wanted} one"
         )
     if select is None or member is None:
         return

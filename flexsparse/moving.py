@@ -34,9 +34,7 @@ def check_step(terms: Terms, by: Step) -> None:
     offset = terms.grid.q_offset
     if not terms.moves:
         raise LayoutError(
-            "plan.advance needs a plan made with q_offset as an int tensor on the plan's device, without "
-            "gradients, fallback, empty='error', sanitize and cluster: make the plan so, or make the layout "
-            "anew at each step"
+            f"plan.advance needs {_lacking(terms)}: make the plan so, or make the layout anew at each step"
         )
     assert isinstance(offset, Tensor)
     if offset.is_inference() and not torch.is_inference_mode_enabled():
@@ -61,6 +59,26 @@ def check_step(terms: Terms, by: Step) -> None:
         raise ArgumentError(f"by must be an int or an int tensor [B], got {by!r}")
     elif abs(by) > LARGEST:
         raise ArgumentError(f"by must be within 2 ** 30, as positions are, got {by}")
+
+
+def _lacking(terms: Terms) -> str:
+    """What a plan that cannot move on would need."""
+    offset = terms.grid.q_offset
+    lacking = {
+        f"q_offset as an int tensor on {terms.device}, got the int {offset}": not isinstance(
+            offset, Tensor
+        ),
+        f"q_offset on {terms.device}, got one on {getattr(offset, 'device', None)}": isinstance(
+            offset, Tensor
+        )
+        and offset.device != terms.device,
+        "a plan without gradients: make it with tensors that need none": terms.columns != 0,
+        "a plan without fallback": terms.program.reach is not None,
+        "a plan without empty='error'": terms.empty == "error",
+        "a plan without sanitize": terms.sanitize,
+        "a plan without cluster": terms.program.ordered,
+    }
+    return ", and ".join(what for what, lacks in lacking.items() if lacks)
 
 
 @lasting
@@ -173,7 +191,12 @@ def _leaves(moved: Tensor, ahead: Ahead, grid: Grid) -> Tensor:
 
 
 def _outside(ahead: Ahead, grid: Grid) -> str:
+    least = (
+        "2 ** 30 before the first key"
+        if ahead.lowest == -LARGEST
+        else f"before offset {ahead.lowest}"
+    )
     return (
         f"plan.advance would move a query past the last of {grid.kv_len} keys, at offset {_last(grid)}, "
-        f"or before offset {ahead.lowest}: make k, v and the plan for more keys, and step back no further"
+        f"or {least}: make k, v and the plan for more keys, and step back no further"
     )

@@ -261,8 +261,9 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
         made: Traced | None = vars(mod).get(TRACE)
         if made is None:
             raise RuleError(
-                f"a {slot} made or composed inside a compiled region cannot be traced there: make "
-                "it, and call attention or make_plan with it once, outside"
+                f"a {slot} made or composed inside torch.compile: make it outside, as in __init__, and "
+                "if it is composed with & | ~ call attention or make_plan with it once before compiling; "
+                "fs.attention itself stands inside"
             )
         return made
     try:

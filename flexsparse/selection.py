@@ -200,9 +200,23 @@ class Selection(Shown):
     def __repr__(self) -> str:
         b, h, r, k = self.indices.shape
         return (
-            f"Selection([{b}, {h}, {r}, {k}] of {self.candidates} candidates, q_len={self.q_len}, "
-            f"kv_len={self.kv_len}, q_block={self.q_block}, kv_block={self.kv_block})"
+            f"Selection([{b}, {h}, {r}, {k}] of {self.candidates} candidates{self._kept()}, "
+            f"q_len={self.q_len}, kv_len={self.kv_len}, q_block={self.q_block}, "
+            f"kv_block={self.kv_block})"
         )
+
+    def _kept(self) -> str:
+        """How many candidates the rows have, where that is to be read: a CPU's own tensor, no traced one."""
+        indices = self.indices
+        own = type(indices) is Tensor and indices.device.type == "cpu"
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if not own or traced or torch._C._functorch.peek_interpreter_stack() or not self.rows:
+            return ""
+        counts = self.counts
+        least, most = int(counts.min()), int(counts.max())
+        if least == most:
+            return f", {most} a row"
+        return f", {least} to {most} a row, mean {float(counts.double().mean()):.3g}"
 
 
 def _check_form(indices: Tensor, rows: int, q_block: int) -> None:

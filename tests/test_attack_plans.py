@@ -81,7 +81,7 @@ def inference_offset() -> Tensor:
     [
         (torch.tensor([0, 3], dtype=torch.int32), 2**40, r"by must be within 2 \*\* 30"),
         (torch.tensor([0, 3], dtype=torch.int32), torch.tensor(2**40), "past the last of 64 keys"),
-        (torch.tensor([0, 3], dtype=torch.int32), torch.tensor(-(2**33)), "before offset -1073741824"),
+        (torch.tensor([0, 3], dtype=torch.int32), torch.tensor(-(2**33)), r"2 \*\* 30 before the first key"),
         (torch.tensor(3).expand(2), 1, "is expanded from one number"),
         (inference_offset(), 1, "was made in inference mode"),
     ],

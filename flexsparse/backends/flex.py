@@ -46,7 +46,10 @@ def refuses(call: Call) -> str | None:
         return "compiled FlexAttention has no fp64"
     if call.device.type == "cpu":
         if call.grads:
-            return "FlexAttention has no backward on CPU"
+            return (
+                "FlexAttention has no backward on CPU (call it under torch.no_grad(), or with detached "
+                "tensors, where no gradients are wanted)"
+            )
         if call.lse:
             return "FlexAttention gives no lse on CPU"
     if call.device.type == "cuda" and min(call.head_dim, call.v_head_dim) < 16:

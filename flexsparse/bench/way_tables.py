@@ -49,8 +49,11 @@ def _searched(records: list[Record]) -> Table:
 
 def _predicted(records: list[Record]) -> Table:
     good, known = near(records)
+    said = f"{good} of {known} choices within {NEAR:.0%}"
+    if not known:
+        said = "no choice was predicted, as none is on a CPU or where one way alone can run"
     made = table(
-        f"Predicted over measured: {good} of {known} choices within {NEAR:.0%}",
+        f"Predicted over measured: {said}",
         ["row"],
         ["ms", "predicted", "ratio"],
         ["chosen"],

@@ -140,10 +140,13 @@ def _called(found: Any, name: str, arguments: dict[str, Any], at: At, source: So
             f"{name} needs {' and '.join(needed)}: give it as {{{name}: {{{first}: …}}}}, or on the "
             f"command line as {first}=…",
         )
-    if needed or not right:
+    wrong_needed = any(p.default is p.empty and n not in clean for n, p in named.items())
+    if needed or (not right and wrong_needed):
         return None
     try:
-        return found(**clean)
+        # Also beside a mistake, so that what the class itself refuses is told with it.
+        made = found(**clean)
+        return made if right else None
     except FlexSparseError as error:
         said = str(error)
     except Exception as error:

@@ -105,6 +105,11 @@ def near(given: Sequence[Point], rates: Rates) -> float:
 
 def main(files: Sequence[str]) -> None:
     given = points(map(Path, files))
+    if not given:
+        sys.exit(
+            f"no predictions in {', '.join(files) or 'no file'}: they stand in records of a bench whose rows "
+            "have ways, made on a CUDA device; on a CPU nothing is predicted"
+        )
     chosen = [point for point in given if point.chosen]
     found = calibrated(given)
     for name, rates in (("before", RATES), ("after", found)):

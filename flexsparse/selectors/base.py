@@ -103,10 +103,14 @@ class Selector:
         rows, blocks = grid.shape(self.q_block, self.block)
         allowed = {1, k.shape[1], q.shape[1]}
         fits = score.ndim == 4 and score.shape[0] in (1, grid.batch) and score.shape[1] in allowed
+        if fits and score.shape[2] == 1:
+            # One score for all rows.
+            score = score.expand(-1, -1, rows, -1)
         if not fits or score.shape[2:] != (rows, blocks):
+            batch = "1" if grid.batch == 1 else f"1 or {grid.batch}"
             raise SelectionError(
-                f"{name} must return [B, H, {rows}, {blocks}] with B {grid.batch} or 1 and H one of "
-                f"{sorted(allowed)}, got {list(score.shape)}"
+                f"{name} must return [B, H, R, C] with B {batch}, H one of {sorted(allowed)}, R {rows} or 1 "
+                f"and C {blocks}, got {list(score.shape)}: grid.shape(self.q_block, self.block) is (R, C)"
             )
         reachable = None
         if as_rule(rule) is not None:

@@ -15,6 +15,11 @@ from flexsparse.errors import ArgumentError, SelectionError
 class Mass:
     """The fewest of a row's best blocks that hold at least ``share`` of its mass (top-p).
 
+    The mass of a block is what a softmax over the row's scores gives it, ``exp(score)`` beside the
+    others', unless the selector's scores are attention mass themselves (``scores_are_mass``). Scores that
+    are bounds or similarities, such as Quest's, have no such mass of their own: the share then is one
+    of that softmax, not of attention, and a rescaled score keeps another number of blocks.
+
     ``share`` lies between 0 and 1. A row keeps no fewer than ``least`` blocks, as far as there are
     some within reach, and no more than ``most``, which is also the width of the lists (None: all
     blocks).
@@ -64,6 +69,10 @@ def as_budgets(owner: str, keep: Each | Tensor) -> tuple[Budget, ...]:
     each = keep if isinstance(keep, tuple) else (keep,)
     for one in each:
         whole = type(one) is int and one >= 1
+        if isinstance(one, list):
+            raise ArgumentError(
+                f"{owner} keep has one budget a head as a tuple, got a list: write keep={tuple(one)!r}"
+            )
         if not (whole or (isinstance(one, float) and 0 < one < 1) or isinstance(one, Mass)):
             raise ArgumentError(
                 f"{owner} keep must be an int of at least 1, a fraction between 0 and 1, a Mass, or "

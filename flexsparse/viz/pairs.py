@@ -29,8 +29,20 @@ def picture(
     #####
     """
     if isinstance(shown, Selection):
+        for name, given, own in (("q_len", q_len, shown.q_len), ("kv_len", kv_len, shown.kv_len)):
+            if given not in (None, own):
+                raise ArgumentError(
+                    f"a Selection has its own lengths, {shown.q_len} queries and {shown.kv_len} keys, got "
+                    f"{name}={given}: leave lengths out"
+                )
         allowed = shown.dense()[b % shown.indices.shape[0], h % shown.indices.shape[1]]
         return _drawn(allowed)
+    if callable(getattr(shown, "select", None)):
+        name = type(shown).__name__
+        raise ArgumentError(
+            f"picture shows a rule or a Selection, got the selector {name}: call "
+            ".select(q, k, grid, rule) first, and show what it gives"
+        )
     rule = as_rule(shown, "what is shown")
     if rule is None or q_len is None:
         raise ArgumentError("picture needs a rule with a length, picture(rule, 16), or a Selection")
