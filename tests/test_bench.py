@@ -98,7 +98,7 @@ def test_the_verb_from_yaml_to_rows_and_tables(
     said = capsys.readouterr()
     assert left.value.code == 0
     assert [line.split(":")[0] for line in said.err.splitlines()] == [
-        "1/4 blocks", "2/4 decode", "3/4 tokens", "4/4 windows"
+        "1/4 blocks [blocks.keep=1]", "2/4 decode", "3/4 tokens", "4/4 windows"
     ]  # fmt: skip
     for word in (
         OURS,
