@@ -124,8 +124,10 @@ def _called(found: Any, name: str, arguments: dict[str, Any], at: At, source: So
             right = False
             continue
         if (build := _builder(types.get(key))) is not None:
-            clean[key] = build(value, (*at, key), source)
-            right = right and clean[key] is not None
+            if (part := build(value, (*at, key), source)) is None:
+                right = False
+            else:
+                clean[key] = part
             continue
         try:
             clean[key] = _typed(value, types.get(key))
