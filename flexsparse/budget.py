@@ -243,4 +243,4 @@ def spread(work: Tensor) -> Rows:
     ordered = work.sort().values
     last = len(ordered) - 1
     at = [0, last // 2, round(0.99 * last), last]
-    return Rows(*(int(ordered[i]) for i in torch.tensor(at)))
+    return Rows(*(int(ordered[i]) for i in at))

@@ -77,8 +77,9 @@ def tiles_met(
     columns = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
     widest = max(columns, select.indices.shape[3])
     count = max(1, min(there, (entries or _ENTRIES) // (lists * stretch * widest)))
-    begins = torch.tensor([i * there // count * stretch for i in range(count)])
-    query = (begins[:, None] + torch.arange(stretch)).flatten().to(select.indices.device)
+    device = select.indices.device
+    begins = torch.tensor([i * there // count * stretch for i in range(count)], device=device)
+    query = (begins[:, None] + torch.arange(stretch, device=device)).flatten()
     past = (query >= grid.q_len)[:, None]
     touched = {keys: _touched(select, grid, query, keys) for _, keys in sizes}
     counts = []

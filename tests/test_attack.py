@@ -777,6 +777,22 @@ def test_a_default_device_without_memory() -> None:
     torch.testing.assert_close(out.double(), true, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["auto", "tiles", "decode", "gather", "dense"])
+def test_candidates_under_a_default_device_without_memory(backend: Any) -> None:
+    """Nothing is made on any device but that of the tensors; what it touches is counted there too."""
+    q, k, v = qkv()
+    q_len, kv_len = q.shape[2], k.shape[2]
+    chosen = torch.randint(
+        0, kv_len // 4, (1, 1, q_len, 3), generator=torch.Generator().manual_seed(0)
+    )
+    select = fs.Selection.from_indices(chosen, kv_len=kv_len, q_len=q_len, kv_block=4)
+    with torch.device("meta"):
+        result = fs.make_plan(q, k, v, rule=Causal(), select=select, backend=backend).run(q, k, v)
+        assert result.budget().logical_pairs > 0
+    true = fs.reference(q, k, v, rule=Causal(), select=select).out
+    torch.testing.assert_close(result.out.double(), true, atol=1e-5, rtol=1e-5)
+
+
 # Scores and sinks
 
 

@@ -178,9 +178,9 @@ def test_a_kernel_that_reads_what_is_not_listed_is_found(
     records = run(load(file, given), tmp_path / "out")
     status = {record["name"]: record["status"] for record in records}
     assert status == {
-        "tail": "ok",
-        "nsa": "ok",
-        "decode": "wrong",
+        "tail [attention=false]": "ok",
+        "nsa [backend=gather]": "ok",
+        "decode [backend=tiles]": "wrong",
         "ragged": "wrong",
         "line": "wrong",
     }

@@ -368,7 +368,9 @@ def test_a_moved_layout_means_the_same() -> None:
     assert torch.equal(moved.dense(), seen[:, None].expand(-1, 2, -1, -1))
     q, k, v = tensors(64, 64, batch=2)
     rule = Shifted(torch.tensor([0, 5]))
-    plan = fs.make_plan(q, k, v, rule=rule, select=layout.select, sanitize=True)
+    plan = fs.make_plan(
+        q, k, v, rule=rule, select=layout.select, sanitize=True, backend="tiles", tile=128
+    )
     close(plan.run(q, k, v, moved).out, dense(q, k, v, seen[:, None])[0])
 
 

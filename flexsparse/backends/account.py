@@ -112,9 +112,10 @@ def _all_pairs(layout: Layout, plain: bool) -> Touched:
     """Of dense attention as torch runs it: with a mask all pairs, and K and V repeated for each head."""
     grid, address = layout.grid, layout.address
     causal = dense.without_mask(layout, plain)
-    seen = torch.full((grid.q_len,), grid.kv_len)
+    device = layout.kv_indices.device
+    seen = torch.full((grid.q_len,), grid.kv_len, device=device)
     if causal:
-        seen = torch.arange(1, grid.q_len + 1)
+        seen = torch.arange(1, grid.q_len + 1, device=device)
     per_kv_head, per_query_head = (
         grid.batch * heads * grid.kv_len for heads in (address.kv_heads, address.heads)
     )

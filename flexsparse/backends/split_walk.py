@@ -116,18 +116,19 @@ def in_step(
     some, all_of = (x.expand(batch, heads, 1) for x in (lists[0], lists[2]))
     total = some + all_of
     share = (total + splits - 1) // splits
-    first = torch.arange(splits) * share
+    here = q.device
+    first = torch.arange(splits, device=here) * share
     last = torch.minimum(first + share, total)
     peak = rows.new_full((batch, heads, splits, rows.shape[2]), -torch.inf)
     mass = torch.zeros_like(peak)
     out = rows.new_zeros((*peak.shape, v.shape[-1]))
-    b = torch.arange(batch).view(-1, 1, 1, 1)
-    head = (torch.arange(heads) // lanes.sharing).view(1, -1, 1, 1)
+    b = torch.arange(batch, device=here).view(-1, 1, 1, 1)
+    head = (torch.arange(heads, device=here) // lanes.sharing).view(1, -1, 1, 1)
     for j in range(int(share.max())):
         slot = first + j
         masked = slot < some
         tile = torch.where(masked, _at(lists[1], slot), _at(lists[3], slot - some))
-        key = tile[..., None].to(torch.int64) * kv_tile + torch.arange(kv_tile)
+        key = tile[..., None].to(torch.int64) * kv_tile + torch.arange(kv_tile, device=here)
         inside = (slot < last)[..., None] & (key < k.shape[2])
         key = key.clamp(max=k.shape[2] - 1)
         keys, values = (
@@ -158,7 +159,8 @@ def _at(indices: Tensor, slot: Tensor) -> Tensor:
 def _asked(mask: Tensor, slot: Tensor, lanes: Lanes, q_len: int) -> Tensor:
     """``[B, lanes, splits, group * Q, kv_tile]``: what the slots' tiles show."""
     spread = mask.expand(lanes.batch, lanes.heads, -1, lanes.group, q_len, -1)
-    b, h = torch.arange(lanes.batch).view(-1, 1, 1), torch.arange(lanes.heads).view(1, -1, 1)
+    b = torch.arange(lanes.batch, device=mask.device).view(-1, 1, 1)
+    h = torch.arange(lanes.heads, device=mask.device).view(1, -1, 1)
     return spread[b, h, slot.clamp(0, mask.shape[2] - 1).to(torch.int64)].flatten(3, 4)
 
 
