@@ -70,3 +70,11 @@ def visible(rule: MaskMod | None, grid: Grid, heads: int, device: torch.device) 
     position = grid.positions(device)[:, None, :, None]
     seen: Tensor = ruled(b, h, position, torch.arange(grid.kv_len, device=device))
     return seen
+
+
+def or_own(met: Tensor, seen: Tensor, grid: Grid) -> Tensor:
+    """How often each query meets each key ``[B, H, n, S]``; who meets none that is ``seen`` meets its own."""
+    key = torch.arange(grid.kv_len, device=met.device)
+    itself = grid.positions(met.device)[:, None, :, None] == key
+    alone = ~(met > 0).any(-1, keepdim=True)
+    return torch.where(alone & itself & seen, 1.0, met)

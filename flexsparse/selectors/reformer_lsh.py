@@ -17,7 +17,7 @@ from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector, pooled
-from flexsparse.selectors.parts import best_in_parts, visible
+from flexsparse.selectors.parts import best_in_parts, or_own, visible
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,8 +28,8 @@ class ReformerLSH(Selector):
     by position, and cut into chunks of ``chunk``. Rounds are joined as a set, which is what the paper's
     correction for repeats amounts to. The budget is at most ``2 * chunk * rounds`` keys; a smaller
     ``keep`` prefers those that meet in more rounds. One list a query head. ``shared_qk``: q and k are one
-    projection, so a query's own key is seen only by who sees no other; where they are two, a query in
-    whose bucket no key is seen sees nothing: give ``fallback``.
+    projection, so a query's own key is seen only by who sees no other. Where they are two, a query in
+    whose bucket no key is seen keeps its own as well, so that none is left with nothing.
     """
 
     buckets: int = 16
@@ -83,6 +83,7 @@ class ReformerLSH(Selector):
                 itself = within.positions(q.device)[:, None, :, None] == key
                 others = (met.masked_fill(itself, 0) > 0).any(-1, keepdim=True)
                 met = met.masked_fill(itself & others, 0)
+            met = or_own(met, seen, within)
             met = pooled(pooled(met, self.q_block, 0.0).sum(3).mT, self.block, 0.0).sum(3).mT
             return met.masked_fill(met == 0, -torch.inf)
 

@@ -18,7 +18,7 @@ from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector, pooled
-from flexsparse.selectors.parts import best_in_parts, visible
+from flexsparse.selectors.parts import best_in_parts, or_own, visible
 from flexsparse.shapes import ceil_div
 
 
@@ -29,7 +29,7 @@ class Routing(Selector):
     q and k are centred and scaled to length 1 first. ``centroids [Hkv or 1, clusters, D]`` replaces
     k-means of ``iterations`` rounds from keys spread evenly over the sequence, which sees all of it:
     under a causal rule a choice may depend on later tokens, as the paper's does. A query that is
-    near no centroid sees nothing; give ``fallback``. One list a query head; beyond ``keep`` keys, those
+    near no centroid keeps its own key, which the paper leaves open. One list a query head; beyond ``keep`` keys, those
     of more common clusters, then the earlier ones, are kept.
     """
 
@@ -66,7 +66,8 @@ class Routing(Selector):
 
         def score(part: slice, within: Grid) -> Tensor:
             met = takes_query[..., part].mT @ takes_key
-            met = met * visible(rule, within, q.shape[1], q.device)
+            seen = visible(rule, within, q.shape[1], q.device)
+            met = or_own(met * seen, seen, within)
             met = pooled(pooled(met, self.q_block, 0.0).sum(3).mT, self.block, 0.0).sum(3).mT
             return met.masked_fill(met == 0, -torch.inf)
 
