@@ -77,16 +77,9 @@ def choose_cuts(
         if split is None:
             return None
         raise BackendError(f"split={split} cannot be had here: {refusal}; leave split out")
-    heads = layout.address.kernel_heads
-    rows, columns = layout.kv_num_blocks + layout.full_kv_num_blocks, None
-    # The keys of a column are those of all heads that read them, whose lists must be one.
-    shared = rows.shape[1] == 1 or heads[0] == heads[1]
-    # FlashAttention-4 reads one table for each pair.
-    read = backend.name == "flash" and call.score is not None and call.score.score.gathers > 0
-    if call.grads and layout.columns is not None and shared and not read:
-        columns = layout.columns.degrees.sum(0)
+    rows = layout.kv_num_blocks + layout.full_kv_num_blocks
     if split is not None:
-        return _asked(split, rows, columns, layout, why)
+        return _asked(split, rows, _columns(layout, backend, call), layout, why)
     if backend.name == "tiles" or call.device.type != "cuda" or on_device_only(call.device):
         return None
     try:
@@ -94,6 +87,18 @@ def choose_cuts(
     except torch.OutOfMemoryError:
         # None is left to measure what the device can do.
         return None
+
+
+def _columns(layout: Layout, backend: Backend, call: Call) -> Tensor | None:
+    """How many rows visit each column, where columns may be cut."""
+    heads, lists = layout.address.kernel_heads, layout.kv_num_blocks.shape[1]
+    # The keys of a column are those of all heads that read them, whose lists must be one.
+    shared = lists == 1 or heads[0] == heads[1]
+    # FlashAttention-4 reads one table for each pair.
+    read = backend.name == "flash" and call.score is not None and call.score.score.gathers > 0
+    if not call.grads or layout.columns is None or not shared or read:
+        return None
+    return layout.columns.degrees.sum(0)
 
 
 def refuses(backend: Backend, call: Call) -> str | None:

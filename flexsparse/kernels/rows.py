@@ -52,13 +52,11 @@ def row_tiles(
             indices, candidates, codes, list(geometry), list(lists), words
         )
         return opened(Buffers(*made), indices, candidates if words else 0, geometry, lists)
-    kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
-    if kernel is None:
-        return by_map(indices, candidates, codes, geometry, lists, words)
-    made = buffers(indices, candidates if words else 0, geometry, lists)
-    into = opened(made, indices, candidates if words else 0, geometry, lists)
-    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
-    return into
+    if indices.is_cuda:
+        found = _by_kernel(indices, candidates, codes, geometry, lists, words)
+        if found is not None:
+            return found[1]
+    return by_map(indices, candidates, codes, geometry, lists, words)
 
 
 def rewrite(
@@ -176,18 +174,34 @@ def filled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Buffers filled by the kernel that suits; where none does, from the map."""
     g, of = Geometry(*geometry), Lists(*lists)
-    kernel = _kernel(indices.shape[-1], g)
-    if kernel is not None:
-        made = buffers(indices, candidates if words else 0, g, of)
-        into = opened(made, indices, candidates if words else 0, g, of)
-        kernel.fill(indices, candidates, codes, g, of, into, None)
-        return made
+    made = _by_kernel(indices, candidates, codes, g, of, words)
+    if made is not None:
+        return made[0]
     found = by_map(indices, candidates, codes, g, of, words)
     return Buffers(
         torch.stack([found.partial_num, found.full_num]),
         torch.stack([found.partial_idx, found.full_idx]),
         torch.cat([found.bits.flatten(), _as_ints(found.words)]),
     )
+
+
+def _by_kernel(
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    words: bool,
+) -> tuple[Buffers, RowTiles] | None:
+    """Buffers filled by the kernel that suits, if any does, and what they hold."""
+    kernel = _kernel(indices.shape[-1], geometry)
+    if kernel is None:
+        return None
+    kept = candidates if words else 0
+    made = buffers(indices, kept, geometry, lists)
+    into = opened(made, indices, kept, geometry, lists)
+    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
+    return made, into
 
 
 def _kernel(kept: int, geometry: Geometry) -> ModuleType | None:
