@@ -196,9 +196,10 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu() -> None:
         torch.autograd.grad(out.square().sum(), leaves(*made))
         for out, made in ((got, (there, moved)), (want, (here, tensors)))
     ]
+    largest = max(true.norm() for true in grads[1])
     for mine, true in zip(*grads, strict=True):
-        error = (mine.double().cpu() - true).norm() / true.norm()
-        assert error < 1e-2
+        # What is added to every key alike moves no weight: of such a bias only the rounding is left.
+        assert (mine.double().cpu() - true).norm() < 1e-2 * true.norm() + 1e-7 * largest
 
 
 def test_wrong_inputs_are_named() -> None:

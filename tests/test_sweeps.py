@@ -60,10 +60,11 @@ def test_a_sweep_takes_three_kernels(
                 torch.autograd.grad(out.sum(), qkv)
     # What judges the tiles of a rule that is built again and again is another's kernel.
     made = [kind for kind in compiles.kinds[before:] if not kind.startswith("judge/")]
+    judges = len(compiles.kinds[before:]) - len(made)
     assert len(made) <= 3, made
-    assert len(compiles.kinds[before:]) - len(made) <= 1
+    assert judges <= 1
     # Nor has torch compiled any of them again by itself.
-    assert counters["stats"]["unique_graphs"] - traced <= 3
+    assert counters["stats"]["unique_graphs"] - traced <= 3 + judges
     for length in LENGTHS[::13]:
         given = call(length, backend, device, selected)
         report = fs.check(

@@ -1,7 +1,8 @@
 """Rules in the words that FlashAttention-4's code generator knows, each meaning what torch means.
 
-Its remainder and division of integers follow C, and it has no minimum or maximum. What is written here
-is right whichever way an integer division rounds.
+Its remainder and division of integers follow C, it has no minimum or maximum, and it keeps a place in a
+table in 32 bits, however many it was computed in. What is written here is right whichever way an integer
+division rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flexsparse.tracing import Traced, function_of
 
 # What it has been seen to lower, and to compute as torch does.
 KNOWN = frozenset({"_to_copy", "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "div", "eq",
-    "exp", "full", "ge", "gt", "index", "le", "log", "logical_and", "logical_not", "logical_or", "lt",
+    "exp", "full", "ge", "gt", "le", "log", "logical_and", "logical_not", "logical_or", "lt",
     "mul", "ne", "neg", "rsub", "scalar_tensor", "sub", "tanh", "where"})  # fmt: skip
 Operand = Any
 
@@ -57,9 +58,15 @@ def floor_divide(a: Operand, d: Operand) -> Tensor:
     return torch.where(above, quotient - 1, quotient)
 
 
+def index(table: Tensor, places: list[Tensor]) -> Tensor:
+    narrow = [place.to(torch.int32) for place in places]
+    found: Tensor = torch.ops.aten.index.Tensor(table, narrow)
+    return found
+
+
 WORDS = {
     word.__name__: word
-    for word in (minimum, maximum, clamp, clamp_min, clamp_max, remainder, floor_divide)
+    for word in (minimum, maximum, clamp, clamp_min, clamp_max, remainder, floor_divide, index)
 }
 _OPERATION = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
 
