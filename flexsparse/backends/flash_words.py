@@ -20,7 +20,7 @@ from flexsparse.tracing import Traced, function_of
 
 # What it has been seen to lower, and to compute as torch does.
 KNOWN = frozenset({"_to_copy", "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "div", "eq",
-    "exp", "full", "ge", "gt", "le", "log", "logical_and", "logical_not", "logical_or", "lt",
+    "exp", "full", "ge", "gt", "index", "le", "log", "logical_and", "logical_not", "logical_or", "lt",
     "mul", "ne", "neg", "rsub", "scalar_tensor", "sub", "tanh", "where"})  # fmt: skip
 Operand = Any
 
@@ -58,17 +58,16 @@ def floor_divide(a: Operand, d: Operand) -> Tensor:
     return torch.where(above, quotient - 1, quotient)
 
 
-def index(table: Tensor, places: list[Tensor]) -> Tensor:
-    narrow = [place.to(torch.int32) for place in places]
-    found: Tensor = torch.ops.aten.index.Tensor(table, narrow)
-    return found
+def read(table: Tensor, *places: Tensor) -> Tensor:
+    return table[tuple(place.to(torch.int32) for place in places)]
 
 
 WORDS = {
     word.__name__: word
-    for word in (minimum, maximum, clamp, clamp_min, clamp_max, remainder, floor_divide, index)
+    for word in (minimum, maximum, clamp, clamp_min, clamp_max, remainder, floor_divide)
 }
 _OPERATION = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
+_READ = re.compile(r"= (\w+)\[([^\]]+)\]")
 
 
 def unknown(traced: Traced | None) -> list[str]:
@@ -96,4 +95,5 @@ def _said(code: str) -> Any:
     def word(found: re.Match[str]) -> str:
         return f"{found[1]}(" if found[1] in WORDS else found[0]
 
-    return function_of(_OPERATION.sub(word, code), **WORDS)
+    said = _READ.sub(r"= read(\1, \2)", _OPERATION.sub(word, code))
+    return function_of(said, read=read, **WORDS)
