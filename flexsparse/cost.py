@@ -26,7 +26,8 @@ _BLOCK = 16
 class Tiles(NamedTuple):
     """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them; how many
     of them ask their pairs for membership, None if none can, and of how many keys a candidate is. One
-    program visits up to ``row`` of them forward and ``column`` backward."""
+    program visits up to ``row`` of them forward and ``column`` backward. Of ``partial`` ones the rule is
+    asked pair by pair."""
 
     number: float
     rows: int
@@ -35,6 +36,7 @@ class Tiles(NamedTuple):
     block: int = 1
     row: float = 0.0
     column: float = 0.0
+    partial: float = 0.0
 
 
 class Pairs(NamedTuple):
@@ -103,12 +105,14 @@ def tiled_ms(
     area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * _of_height(tiles.rows, rates)
     # The longest walk of one program takes as long as it takes, however many others there are.
     walked = max(tiles.number, tiles.row * box.processors)
-    time = walked * area * _flops(dims) / (speed * forward) * slower[0]
+    masked = _masked(tiles, backend, "", rates)
+    time = walked * area * _flops(dims) / (speed * forward) * slower[0] * masked
     if grads:
         again = max(
             tiles.number * _backward_flops(dims), tiles.column * box.processors * 2 * _flops(dims)
         )
-        time += again * area / (speed * backward) * slower[1]
+        masked = _masked(tiles, backend, "_back", rates)
+        time += again * area / (speed * backward) * slower[1] * masked
     return 1e3 * (time + rates.launch)
 
 
@@ -169,18 +173,25 @@ def gathered_ms(
     """Of ``keys`` in lists, over batch, KV heads and queries, each attended to by ``group`` heads; read
     ``block`` at a time, 1 where each is read for itself."""
     heads = max(_LEAST_HEADS, group)
-    flops, moved = heads * _flops(dims), float(sum(dims) * itemsize)
-    if grads:
-        flops += heads * _backward_flops(dims)
-        # Keys and values are read again. Their gradients are added in fp32, or a block reads its readers.
-        added = sum(dims) * (4 if block == 1 else heads * itemsize / block)
-        moved = 2 * moved + added
     kind = "_blocks" if block > 1 else "_many" if heads >= _MANY_HEADS else ""
-    reached: float = getattr(rates, f"gather{kind}{'_both' if grads else ''}")
-    cached = rates.gather_bytes if block == 1 else rates.gather_blocks_bytes
-    computing = keys * flops / (box.matmul_flops_per_s * reached)
-    moving = keys * moved / (box.copy_bytes_per_s * cached)
-    return 1e3 * (max(computing, moving) + rates.launch)
+    bandwidth = box.copy_bytes_per_s
+    read = (
+        sum(dims)
+        * itemsize
+        / (bandwidth * (rates.gather_bytes if block == 1 else rates.gather_blocks_bytes))
+    )
+    forward: float = getattr(rates, f"gather{kind}")
+    time = max(heads * _flops(dims) / (box.matmul_flops_per_s * forward), read)
+    if grads:
+        backward: float = getattr(rates, f"gather{kind}_back")
+        computing = heads * _backward_flops(dims) / (box.matmul_flops_per_s * backward)
+        # Keys and values are read again. Their gradients are added key by key, or a block reads its readers.
+        if block == 1:
+            adding = sum(dims) * 4 / (bandwidth * rates.gather_adds)
+            time += max(computing, read, adding)
+        else:
+            time += max(computing, read * (1 + heads / block))
+    return 1e3 * (keys * time + rates.launch)
 
 
 def _reached(backend: str, dims: Dims, rates: Rates) -> tuple[float, float]:
@@ -197,6 +208,11 @@ def _of_height(rows: int, rates: Rates) -> float:
     piece = max(16, math.gcd(rows, 128)) if rows % 16 == 0 else 16
     share: float = 1.0 if piece == 128 else getattr(rates, f"rows_{piece}")
     return share
+
+
+def _masked(tiles: Tiles, backend: str, way: str, rates: Rates) -> float:
+    more: float = getattr(rates, f"{backend}_masked{way}")
+    return 1 + more * min(1.0, tiles.partial / tiles.number) if tiles.number else 1.0
 
 
 def _slower(kind: str, way: str, part: float, rates: Rates) -> float:

@@ -6,52 +6,58 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Parts of a ceiling unless said otherwise; of one H200 in bf16.
+    """Parts of a ceiling unless said otherwise; of one H200 in bf16, fitted to 96 calls and their other ways.
 
     ``NAME`` and ``NAME_back`` are a kernel's parts of the matmul ceiling forward and in its backward, on
     head dims of 128; at half of that ``NAME_half`` of either is left. See configs/bench/RESULTS.md.
     """
 
     # Block top-k, 16 of 256 blocks, 32 heads, S=32768; dense is cuDNN, causal.
-    flash: float = 0.74
-    flash_back: float = 0.58
-    flash_half: float = 0.8
-    flex: float = 0.51
-    flex_back: float = 0.43
-    flex_half: float = 0.8
-    dense: float = 0.755
-    dense_back: float = 0.72
-    dense_half: float = 0.8
+    flash: float = 0.829
+    flash_back: float = 0.656
+    flash_half: float = 0.69
+    # How much longer a tile takes of which the rule is asked pair by pair.
+    flash_masked: float = 1.28
+    flash_masked_back: float = 1.26
+    flex: float = 0.476
+    flex_back: float = 0.467
+    flex_half: float = 1.2
+    flex_masked: float = 0.456
+    flex_masked_back: float = 0.422
+    dense: float = 0.718
+    dense_back: float = 0.745
+    dense_half: float = 0.796
     # By the height of a tile, of the speed of one of 128 rows: blocks of 64 keys which 8 neighbours
     # share, so that every height visits the same pairs (2.20, 3.76 and 6.38 ms; 4.35 without a mask).
-    rows_64: float = 0.585
-    rows_32: float = 0.345
-    rows_16: float = 0.303
+    rows_64: float = 0.583
+    rows_32: float = 0.352
+    rows_16: float = 0.369
     # How much longer tiles take whose kernel can ask for membership, where none of them asks and where
     # all do: of single keys (S=16384, 2040 tiles) and of blocks of 64 keys.
     tokens_none: float = 1.2
-    tokens_all: float = 1.36
+    tokens_all: float = 1.3
     tokens_none_back: float = 1.4
     tokens_all_back: float = 1.75
-    blocks_none: float = 1.67
-    blocks_all: float = 2.13
-    blocks_none_back: float = 1.4
-    blocks_all_back: float = 1.5
-    # Gathered keys, forward and with backward: 1024 keys a query, S=16384, 4 and 64 query heads a KV
-    # head, and from 128 on; and times the copy ceiling, as most of them come from cache.
-    gather: float = 0.24
-    gather_both: float = 0.17
-    gather_many: float = 0.26
-    gather_many_both: float = 0.23
-    gather_bytes: float = 1.06
+    blocks_none: float = 1.48
+    blocks_all: float = 1.83
+    blocks_none_back: float = 1.2
+    blocks_all_back: float = 1.76
+    # Gathered keys: 1024 keys a query, S=16384, 4 and 64 query heads a KV head, and from 128 on; times
+    # the copy ceiling, as most of them come from cache; and of it what atomics add, 4 bytes a number.
+    gather: float = 0.211
+    gather_back: float = 0.142
+    gather_many: float = 0.254
+    gather_many_back: float = 0.196
+    gather_bytes: float = 0.946
+    gather_adds: float = 0.634
     # The same of whole blocks: 16 of 64 keys a query, 16 query heads a KV head, S=16384.
     gather_blocks: float = 0.147
-    gather_blocks_both: float = 0.147
-    gather_blocks_bytes: float = 1.6
+    gather_blocks_back: float = 0.123
+    gather_blocks_bytes: float = 1.4
     # Of the copy ceiling, that of reading twice over: 32 pages of 64 keys, 32 sequences, 8 KV heads.
-    decode: float = 0.93
+    decode: float = 0.907
     # What a kernel takes to begin and end, in s.
-    launch: float = 5e-6
+    launch: float = 5.8e-6
 
 
 RATES = Rates()

@@ -113,8 +113,9 @@ def foreseen(call: Call, layout: Layout, backend: str, pack: Pack) -> list[Way]:
     if call.grads and layout.columns is not None:
         some, _, full, _ = layout.columns[:4]
         column = (some + full).amax() * (heads // kv_heads)
-    number, row, longest = torch.stack([lists.sum(), lists.amax(), column]).tolist()
-    tiles = Tiles(number * whole, *layout.block_size, row=row, column=longest)
+    some = layout.kv_num_blocks.sum()
+    number, row, longest, cut = torch.stack([lists.sum(), lists.amax(), column, some]).tolist()
+    tiles = Tiles(number * whole, *layout.block_size, row=row, column=longest, partial=cut * whole)
     found = _tiled(call, tiles, pack, box, 0.0)
     return _exact(found, call)
 
@@ -154,7 +155,8 @@ def _all_pairs(call: Call, grid: Grid, base: Pack, tile: Size | None) -> list[Wa
     pairs = pairs / 2 if causal else pairs
     rows, keys = tile or DEFAULT_TILE
     over = 1 + rows / grid.q_len if causal else 1.0
-    tiles = Tiles(pairs * over / (rows * keys), rows, keys)
+    cut = _borders(grid, rows, keys) * grid.batch * call.program.address.heads if causal else 0.0
+    tiles = Tiles(pairs * over / (rows * keys), rows, keys, partial=cut)
     return [
         _way(call, Pairs(pairs), "dense", base, (rows, keys), box),
         *_tiled(call, tiles, base, box, 0.0),
@@ -195,7 +197,12 @@ def _selected(
         # Of keys around a candidate none is one, whoever agrees on it.
         differ = at.tiles if keys > select.kv_block else at.tiles - at.agreed
         asked = None if whole else differ * each
-        tiles = Tiles(at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each)
+        cut = 0.0
+        if call.program.rule is not None:
+            cut = _borders(grid, queries, keys) * grid.batch * address.kv_heads * each
+        tiles = Tiles(
+            at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each, cut
+        )
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize
         moved = copied * ((way == "pack") + ordered)
@@ -219,6 +226,11 @@ def _selected(
     return found
 
 
+def _borders(grid: Grid, queries: int, keys: int) -> float:
+    """Tiles of a list that a rule is likely to cut: those its queries stand in."""
+    return float(ceil_div(grid.q_len, queries) * ceil_div(queries, keys))
+
+
 def _laid(
     qkv: tuple[Tensor, Tensor, Tensor],
     select: Selection,
@@ -231,8 +243,10 @@ def _laid(
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     found: list[tuple[Pack, Size]] = []
+    widths = {fine_keys(select), DEFAULT_TILE[1]}
     if pack != "pack":
-        found.append((pack or base, tile or DEFAULT_TILE))
+        fits = [tile] if tile is not None else _heights_apart(select, grid, widths)
+        found += [(pack or base, size) for size in fits]
     packs = (
         group > 1 and select.heads in (1, k.shape[1]) and viewable(k, v) and pack in (None, "pack")
     )
@@ -240,12 +254,20 @@ def _laid(
         return found
     if tile is not None:
         return [*found, ("pack", tile)] if tile[0] % group == 0 else found
-    for keys in {fine_keys(select), DEFAULT_TILE[1]}:
+    for keys in widths:
         for rows in heights(group):
             tiles = grid.shape(rows // group, keys)
             if tiles[0] * tiles[1] <= MOST_TILES:
                 found.append(("pack", (rows, keys)))
     return found
+
+
+def _heights_apart(select: Selection, grid: Grid, widths: set[int]) -> list[Size]:
+    """Tiles of single heads: no shorter than a row of candidates, and than the default where they differ."""
+    least = min(DEFAULT_TILE[0], select.q_block if select.rows > 1 else DEFAULT_TILE[0])
+    sizes = [(rows, keys) for rows in heights(1) if rows >= least for keys in widths]
+    fit = [size for size in sizes if math.prod(grid.shape(*size)) <= MOST_TILES]
+    return fit or [DEFAULT_TILE]
 
 
 def _tiled(call: Call, tiles: Tiles, pack: Pack, box: Ceilings, copied: float) -> list[Way]:

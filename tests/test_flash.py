@@ -12,12 +12,12 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity
-from flexsparse.backends import flash, flash_words
+from flexsparse.backends import Call, flash, flash_words
 from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.masks import Alibi, Causal, Document, SlidingWindow
 from flexsparse.parameters import moved
-from flexsparse.program import mask_program
+from flexsparse.program import mask_program, score_program
 
 SIZE = 200
 
@@ -91,6 +91,24 @@ def test_asking_for_it_without_a_gpu_says_why() -> None:
     q = k = v = torch.zeros(1, 1, 4, 16)
     with pytest.raises(BackendError, match="runs on CUDA only"):
         fs.attention(q, k, v, backend="flash")
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_gradients_of_scores_are_left_to_others(
+    grads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dQ of ``s + 0.01 * (kv_idx - q_idx)`` has been seen to be off by 12.8."""
+    monkeypatch.setattr(flash, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    address, grid = Identity(4, 2), Grid(SIZE, SIZE)
+    score = fs.ScoreRule.of(lambda s, b, h, q_idx, kv_idx: s + (kv_idx - q_idx) * 0.01)
+    call = Call(
+        torch.device("cuda"), torch.bfloat16, 64, 64, SIZE, grads, False, False,
+        mask_program(address, grid, Causal(), None, None), score_program(address, grid, score),
+    )  # fmt: skip
+    refusal = flash.refuses(call)
+    assert (refusal is not None) == grads
+    assert refusal is None or "gradients where a score rule" in refusal
 
 
 def _draw(

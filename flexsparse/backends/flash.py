@@ -39,8 +39,8 @@ def refuses(call: Call) -> str | None:
     dims = (call.head_dim, call.v_head_dim)
     if not all(d % 8 == 0 and 16 <= d <= 128 for d in dims):
         return f"FlashAttention-4 needs head dims of 16 to 128 in multiples of 8, got {dims[0]}, {dims[1]}"
-    if call.learned:
-        return "FlashAttention-4 gives no gradients of a score rule's tensors"
+    if call.score is not None and (call.grads or call.learned):
+        return "FlashAttention-4 has given wrong gradients where a score rule was computed"
     if call.grads and call.lse:
         return "FlashAttention-4 has no backward through lse"
     return _unsaid(call.program, call.score)
