@@ -83,13 +83,17 @@ class NSA(Selector):
         ``lse [B, Hq, Q]``, natural log, of attention to the compressed keys, where that is done anyway:
         half of the work is then spared.
         """
+        worth = self._worth(q, compressed, grid, lse)
+        return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
+
+    def _worth(self, q: Tensor, compressed: Tensor, grid: Grid, lse: Tensor | None) -> Tensor:
+        """The same with 0 for the future."""
         blocks, per_window = self.block // self.stride, self.length // self.stride
         start = 1 - per_window if self.alignment == "overlap" else 2 - blocks - per_window
-        worth = self._windows.mass(
+        return self._windows.mass(
             q, compressed, grid, "sum", start=start, q_block=self.q_block, heads=self.heads,
             scale=self.scale, lse=lse,
         )  # fmt: skip
-        return worth.masked_fill_(~begun(grid, self.q_block, self.block, q.device), -torch.inf)
 
     @torch.no_grad()
     def choose(
@@ -103,5 +107,5 @@ class NSA(Selector):
                 f"NSA.choose needs a key for each of the {count} whole windows of {self.length} "
                 f"keys every {self.stride}, got {list(compressed.shape)}"
             )
-        worth = self.importance(q, compressed, grid, lse)
+        worth = self._worth(q, compressed, grid, lse)
         return self.best(worth, begun(grid, self.q_block, self.block, q.device), grid)
