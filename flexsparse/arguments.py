@@ -91,9 +91,9 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
                 f"select has {name} {getattr(select, name)} but the call has "
                 f"{getattr(grid, name)}{hint}"
             )
-    if select.indices.shape[0] not in (1, grid.batch):
+    if select.batch not in (1, grid.batch):
         raise ShapeError(
-            f"select has batch {select.indices.shape[0]} but the call has {grid.batch}: it must be 1 "
+            f"select has batch {select.batch} but the call has {grid.batch}: it must be 1 "
             "or the same (a grid made by hand takes Grid(q_len, kv_len, batch=...))"
         )
     if select.heads not in (1, *heads):

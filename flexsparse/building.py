@@ -81,7 +81,7 @@ def build_layout(
     if select is not None:
         select = check_selection(select, grid, heads)
     if device is None:
-        device = "cpu" if select is None else select.indices.device
+        device = "cpu" if select is None else select.device
     reach, empty = check_fallback(fallback), check_empty(empty)
     tiles = tile_size(block_size, "block_size")
     program = mask_program(address, grid, as_rule(rule), select, reach)
@@ -230,7 +230,7 @@ def lists_for(terms: Terms, select: Selection | None, codes: tuple[int, int] | N
     batch, heads = address.kernel_batch(grid.batch), address.kernel_heads[0]
     made_from = [codes or (1, 1)]
     if select is not None:
-        made_from.append((select.indices.shape[0], select.heads))
+        made_from.append((select.batch, select.heads))
     # A head of the kernel has a list of its own where its logical heads differ: folded KV heads
     # are entries of the batch, and only what differs inside a group stays a head.
     own_batch = address.fold > 1 or any(b > 1 for b, _ in made_from)
@@ -240,9 +240,9 @@ def lists_for(terms: Terms, select: Selection | None, codes: tuple[int, int] | N
 
 def versions_of(ahead: Ahead, select: Selection | None) -> Versions:
     """Of all that the tiles depend on: of candidates too, unless a graph is to see them change."""
-    if select is None or on_device_only(select.indices.device):
+    if select is None or on_device_only(select.device):
         return ahead.versions
-    return ahead.versions.and_of(select.indices)
+    return ahead.versions.and_of(select.held)
 
 
 @lasting

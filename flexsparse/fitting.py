@@ -39,12 +39,12 @@ def check_select(plan: Plan, select: Selection | None) -> None:
         raise LayoutError(
             f"this plan was made for selections with batch {member.batch}, heads "
             f"{member.heads} and blocks ({member.q_block}, {member.kv_block}), got batch "
-            f"{select.indices.shape[0]}, heads {select.heads} and blocks "
+            f"{select.batch}, heads {select.heads} and blocks "
             f"({select.q_block}, {select.kv_block}): make a plan for it"
         )
-    if select.indices.device != plan.device:
+    if select.device != plan.device:
         raise ShapeError(
-            f"select is on {select.indices.device} but the plan on {plan.device}: move it "
+            f"select is on {select.device} but the plan on {plan.device}: move it "
             "with select.to(device)"
         )
 

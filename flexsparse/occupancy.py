@@ -30,14 +30,14 @@ def occupancy(select: Selection, span: Span) -> Tensor:
     ``span`` counts queries, as the selection does.
     """
     rows, columns = span.tiles
-    device = select.indices.device
+    device = select.device
     row = torch.arange(select.rows, device=device)
     first_r = row * select.q_block // span.q_tile
     last_r = ((row + 1) * select.q_block - 1).clamp(max=span.q_len - 1) // span.q_tile
     chosen = select.indices.to(torch.int64)
     first_c = chosen * select.kv_block // span.kv_tile
     last_c = ((chosen + 1) * select.kv_block - 1).clamp(max=span.kv_len - 1) // span.kv_tile
-    batch, heads = select.indices.shape[:2]
+    batch, heads = select.shape[:2]
     # One tile past the last: unused slots write there.
     occupied = torch.zeros((batch, heads, rows * columns + 1), dtype=torch.bool, device=device)
     # A block of b touches at most this many tiles of t, however it lies.

@@ -47,7 +47,7 @@ def alike(select: Selection) -> Tensor:
 
 def in_order(select: Selection, rows: Tensor) -> Selection:
     """The selection with its rows so ordered."""
-    at = rows[..., None].expand(select.indices.shape)
+    at = rows[..., None].expand(select.shape)
     indices = select.indices.gather(2, at).contiguous()
     return Selection._whole(indices, select.q_len, select.kv_len, select.q_block, select.kv_block)
 

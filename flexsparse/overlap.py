@@ -73,11 +73,11 @@ def tiles_met(
     """
     stretch = math.lcm(*(queries for queries, _ in sizes))
     there = ceil_div(grid.q_len, stretch)
-    lists = select.indices.shape[:2].numel()
+    lists = select.shape[:2].numel()
     columns = ceil_div(grid.kv_len, min(keys for _, keys in sizes))
-    widest = max(columns, select.indices.shape[3])
+    widest = max(columns, select.shape[3])
     count = max(1, min(there, (entries or _ENTRIES) // (lists * stretch * widest)))
-    device = select.indices.device
+    device = select.device
     begins = torch.tensor([i * there // count * stretch for i in range(count)], device=device)
     query = (begins[:, None] + torch.arange(stretch, device=device)).flatten()
     past = (query >= grid.q_len)[:, None]

@@ -216,7 +216,7 @@ class Plan(Shown):
         # A chunk of one row of the selection keeps the code of the whole.
         return (
             member is not None
-            and select.indices.shape[0] == member.batch
+            and select.batch == member.batch
             and (select.heads, select.q_block, select.kv_block)
             == (member.heads, member.q_block, member.kv_block)
         )

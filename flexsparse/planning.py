@@ -224,9 +224,9 @@ def _foreseen(call: Call, plan: Plan) -> list[str]:
 
 def _judged(select: object, grid: Grid, heads: tuple[int, int], device: torch.device) -> Selection:
     found = check_selection(select, grid, heads)
-    if found.indices.device != device:
+    if found.device != device:
         raise ShapeError(
-            f"select is on {found.indices.device} but q on {device}: move it with select.to(device)"
+            f"select is on {found.device} but q on {device}: move it with select.to(device)"
         )
     return found
 

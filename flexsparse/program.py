@@ -291,7 +291,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def member_of(select: Selection) -> Member:
     return Member(
-        select.indices.shape[0],
+        select.batch,
         select.heads,
         select.q_block,
         select.kv_block,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, SelectionError, ShapeError
+from flexsparse.given import Given
 from flexsparse.kernels.dedupe import sorted_unique
 from flexsparse.shapes import ceil_div
 from flexsparse.shown import Shown
@@ -28,6 +29,9 @@ class Selection(Shown):
     positions ``c * kv_block …``. H is 1 (shared by all heads), the number of KV heads, or the
     number of query heads; B is 1 or the batch. Made by `from_indices`, an adapter, or a selector.
 
+    What `from_indices` was given becomes sets when somebody first asks for ``indices``: a layout may
+    not need them. Until then a change of the given tensor in place is an error, never another set.
+
     >>> s = Selection.from_indices(torch.tensor([[[[3, 1, 3, -1]]]]), kv_len=4, q_len=1)
     >>> s.indices.tolist()
     [[[[1, 3, -1, -1]]]]
@@ -38,6 +42,9 @@ class Selection(Shown):
     kv_len: int
     q_block: int = 1
     kv_block: int = 1
+
+    # Until there are sets.
+    _given: ClassVar[Given | None] = None
 
     @staticmethod
     def from_indices(
@@ -81,8 +88,13 @@ class Selection(Shown):
             indices = indices.new_full((*indices.shape[:3], 1), -1)
         if out_of_range == "error":
             _refuse_outside(indices, candidates)
-        unique = sorted_unique(indices, candidates, _width(indices, candidates))
-        return Selection._whole(unique, q_len, kv_len, q_block, kv_block)
+        width = _width(indices, candidates)
+        if not Given.may_wait(indices):
+            unique = sorted_unique(indices, candidates, width)
+            return Selection._whole(unique, q_len, kv_len, q_block, kv_block)
+        made = Selection._whole(None, q_len, kv_len, q_block, kv_block)
+        object.__setattr__(made, "_given", Given(indices, candidates, width))
+        return made
 
     @staticmethod
     def of_sets(
@@ -103,24 +115,66 @@ class Selection(Shown):
         object.__setattr__(self, "indices", judged.indices)
 
     @staticmethod
-    def _whole(indices: Tensor, q_len: int, kv_len: int, q_block: int, kv_block: int) -> Selection:
-        """A Selection of indices that are known to be unique, rising and inside."""
+    def _whole(
+        indices: Tensor | None, q_len: int, kv_len: int, q_block: int, kv_block: int
+    ) -> Selection:
+        """A Selection of indices that are known to be unique, rising and inside; None for later."""
         made = object.__new__(Selection)
-        values = {
-            "indices": indices, "q_len": q_len, "kv_len": kv_len, "q_block": q_block,
-            "kv_block": kv_block,
-        }  # fmt: skip
+        values = {"q_len": q_len, "kv_len": kv_len, "q_block": q_block, "kv_block": kv_block}
+        if indices is not None:
+            object.__setattr__(made, "indices", indices)
         for name, value in values.items():
             object.__setattr__(made, name, value)
         return made
 
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not there: indices, before anybody wanted sets.
+        given = self._given
+        if name != "indices" or given is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        sets = given.sets
+        if not torch.compiler.is_compiling() and given.keeps:
+            object.__setattr__(self, "indices", sets)
+            object.__setattr__(self, "_given", None)
+        return sets
+
+    def __getstate__(self) -> dict[str, Any]:
+        sets = self.indices
+        return {n: v for n, v in vars(self).items() if n != "_given"} | {"indices": sets}
+
+    @property
+    def given(self) -> Tensor | None:
+        """``[B, H, R, K]`` as `from_indices` took them, while no sets were made; inside torch.compile
+        there are always sets."""
+        if torch.compiler.is_compiling() or self._given is None:
+            return None
+        return self._given.tensor
+
+    @property
+    def held(self) -> Tensor | Given:
+        """What counts the changes of what it holds."""
+        return self.indices if self._given is None else self._given
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of ``indices``, which need not be made for it."""
+        return self.indices.shape if self._given is None else self._given.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device if self._given is None else self._given.device
+
+    @property
+    def batch(self) -> int:
+        return self.shape[0]
+
     @property
     def heads(self) -> int:
-        return self.indices.shape[1]
+        return self.shape[1]
 
     @property
     def rows(self) -> int:
-        return self.indices.shape[2]
+        return self.shape[2]
 
     @property
     def candidates(self) -> int:
@@ -135,9 +189,7 @@ class Selection(Shown):
     def blocks(self) -> Tensor:
         """bool ``[B, H, R, candidates]``."""
         chosen = torch.zeros(
-            (*self.indices.shape[:3], self.candidates + 1),
-            dtype=torch.bool,
-            device=self.indices.device,
+            (*self.shape[:3], self.candidates + 1), dtype=torch.bool, device=self.device
         )
         slot = torch.where(self.indices < 0, self.candidates, self.indices).to(torch.int64)
         return chosen.scatter_(-1, slot, True)[..., : self.candidates]
@@ -145,7 +197,7 @@ class Selection(Shown):
     def dense(self, queries: Tensor | None = None) -> Tensor:
         """bool ``[B, H, q_len, kv_len]``, or only the rows of the query indices given, ``[n]``."""
         if queries is None:
-            queries = torch.arange(self.q_len, device=self.indices.device)
+            queries = torch.arange(self.q_len, device=self.device)
         block = min(self.kv_block, self.kv_len)
         rows = Selection._whole(
             self.indices[:, :, queries // self.q_block], len(queries), self.kv_len, 1, block
@@ -165,7 +217,7 @@ class Selection(Shown):
                 f"got ({q_block}, {kv_block})"
             )
         split = self.kv_block // kv_block
-        inner = torch.arange(split, device=self.indices.device)
+        inner = torch.arange(split, device=self.device)
         fine = self.indices[..., None] * split + inner
         total = ceil_div(self.kv_len, kv_block)
         valid = (self.indices >= 0)[..., None] & (fine < total)
@@ -198,7 +250,7 @@ class Selection(Shown):
         return Selection._whole(indices, self.q_len, self.kv_len, self.q_block, self.kv_block)
 
     def __repr__(self) -> str:
-        b, h, r, k = self.indices.shape
+        b, h, r, k = self.shape
         return (
             f"Selection([{b}, {h}, {r}, {k}] of {self.candidates} candidates{self._kept()}, "
             f"q_len={self.q_len}, kv_len={self.kv_len}, q_block={self.q_block}, "
@@ -207,8 +259,10 @@ class Selection(Shown):
 
     def _kept(self) -> str:
         """How many candidates the rows have, where that is to be read: a CPU's own tensor, no traced one."""
-        indices = self.indices
-        own = type(indices) is Tensor and indices.device.type == "cpu"
+        changed = self._given is not None and not self._given.current
+        if self.device.type != "cpu" or changed:
+            return ""
+        own = type(self.indices) is Tensor
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
         if not own or traced or torch._C._functorch.peek_interpreter_stack() or not self.rows:
             return ""
@@ -300,12 +354,12 @@ def _aligned(a: Selection, b: Selection) -> tuple[Selection, Selection]:
     a, b = a.refine(**blocks), b.refine(**blocks)
     pair = []
     for axis, name in ((0, "batch"), (1, "heads")):
-        sizes = (a.indices.shape[axis], b.indices.shape[axis])
+        sizes = (a.shape[axis], b.shape[axis])
         if max(sizes) % min(sizes) or (axis == 0 and min(sizes) not in (1, max(sizes))):
             raise ShapeError(f"selections with {name} {sizes[0]} and {sizes[1]} do not combine")
     for one in (a, b):
-        batch = max(a.indices.shape[0], b.indices.shape[0])
+        batch = max(a.batch, b.batch)
         heads = max(a.heads, b.heads)
-        spread = one.indices.expand(batch, -1, -1, -1) if one.indices.shape[0] == 1 else one.indices
+        spread = one.indices.expand(batch, -1, -1, -1) if one.batch == 1 else one.indices
         pair.append(one._with(spread.repeat_interleave(heads // one.heads, 1)))
     return pair[0], pair[1]

@@ -70,7 +70,7 @@ def check_room(layout: Layout, terms: Terms, select: Selection | None) -> None:
     """Refuses a selection whose rows may need more tiles than ``layout`` has room for."""
     if select is None:
         return
-    candidates, room = select.indices.shape[-1], layout.kv_indices.shape[-1]
+    candidates, room = select.shape[-1], layout.kv_indices.shape[-1]
     need = geometry_of(terms, select).row_capacity(candidates)
     if need > room:
         raise LayoutError(

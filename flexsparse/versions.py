@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Counted(Protocol):
+    """What counts its changes, as a tensor does."""
+
+    @property
+    def _version(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +25,7 @@ class Versions:
     speaks of the copied tensors, which count anew.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Counted, ...]
     counts: tuple[int, ...]
 
     @staticmethod
@@ -28,9 +35,10 @@ class Versions:
         counted = tuple(t for t in read if isinstance(t, Tensor) and not t.is_inference())
         return Versions(counted, tuple(t._version for t in counted))
 
-    def and_of(self, tensor: Tensor) -> Versions:
-        more = Versions.of([tensor])
-        return Versions(self.tensors + more.tensors, self.counts + more.counts)
+    def and_of(self, held: Counted) -> Versions:
+        if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.is_inference()):
+            return self
+        return Versions((*self.tensors, held), (*self.counts, held._version))
 
     def extends(self, other: Versions) -> bool:
         """Whether all that ``other`` speaks of is here too, and had changed as often."""

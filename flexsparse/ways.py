@@ -86,7 +86,7 @@ def ways(
     else:
         found = _selected(qkv, call, select, grid, base, pack, tile, ordered=False)
         # What the rule makes of the tiles of single rows stands on the device.
-        codes = select.indices.shape[:3].numel() * ceil_div(grid.kv_len, FINE_KEYS)
+        codes = select.shape[:3].numel() * ceil_div(grid.kv_len, FINE_KEYS)
         if cluster or (cluster is None and codes <= MOST_TILES):
             alike = laid_alike(select)
             laid = _selected(qkv, call, alike, grid, base, pack, tile, ordered=True)
@@ -132,7 +132,7 @@ def _listed_at_most(call: Call, layout: Layout) -> float:
     keys = float(grid.kv_len)
     if select is not None:
         # A row of candidates is listed for all queries of its tile.
-        keys = min(keys, select.indices.shape[3] * select.kv_block * float(select.rows))
+        keys = min(keys, select.shape[3] * select.kv_block * float(select.rows))
     return grid.batch * address.kv_heads * keys
 
 
@@ -210,12 +210,12 @@ def _selected(
             found += _tiled(call, tiles, way, box, moved)
             continue
         # The rows are sorted by what their candidates hash to.
-        moved += 4.0 * select.indices.numel() * _HASHING
+        moved += 4.0 * select.shape.numel() * _HASHING
         made = _tiled(call, tiles, way, box, moved)
         found += [one._replace(ordered=True) for one in made if one.backend == "flex"]
     if pack is None and not ordered and gather.fuses(call):
         blocks = int((select.indices >= 0).sum()) * select.q_block
-        lists = select.indices.shape[:2].numel()
+        lists = select.shape[:2].numel()
         own = select.heads == address.heads or call.program.uses_head
         most = grid.batch * (address.heads if own else address.kv_heads)
         listed = blocks * min(select.kv_block, grid.kv_len) * most / lists

@@ -174,7 +174,7 @@ def _members(select: Selection, part: slice) -> Tensor:
             f"the indexer's loss takes a selection that all heads share, got {select.heads} lists: "
             "leave select out, or take the indexer's own"
         )
-    query = torch.arange(part.start, part.stop, device=select.indices.device)
+    query = torch.arange(part.start, part.stop, device=select.device)
     lists = select.indices[:, :, query // select.q_block].to(torch.int64)
     marked = torch.zeros((*lists.shape[:3], select.candidates + 1), device=lists.device)
     # What is unused is written past the end, where nobody reads.

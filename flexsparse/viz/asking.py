@@ -102,7 +102,7 @@ def _candidates(mask: MaskMod, select: Selection, q: Axis, kv: Axis) -> Counts:
     seen = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.float64)
     some, hidden = (torch.zeros(len(seen), dtype=torch.bool) for _ in range(2))
     n_q, n_kv = min(select.q_block, DRAWN), min(select.kv_block, DRAWN)
-    width = select.indices.shape[-1] * n_q * n_kv
+    width = select.shape[-1] * n_q * n_kv
     rows, share = torch.arange(select.rows), 1.0
     if (affordable := max(1, CANDIDATE_PAIRS // width)) < select.rows:
         rows = torch.randperm(select.rows, generator=draw)[:affordable].sort().values

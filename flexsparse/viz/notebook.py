@@ -55,7 +55,7 @@ def _score(score: ScoreRule) -> str:
 
 @html.register
 def _selection(select: Selection) -> str:
-    b, h, r, k = select.indices.shape
+    b, h, r, k = select.shape
     rows: Rows = [
         ("indices", f"[{b}, {h}, {r}, {k}] {_device(select.indices)}"),
         ("lengths", f"{select.q_len} queries, {select.kv_len} keys"),

@@ -35,7 +35,7 @@ def picture(
                     f"a Selection has its own lengths, {shown.q_len} queries and {shown.kv_len} keys, got "
                     f"{name}={given}: leave lengths out"
                 )
-        allowed = shown.dense()[b % shown.indices.shape[0], h % shown.indices.shape[1]]
+        allowed = shown.dense()[b % shown.shape[0], h % shown.shape[1]]
         return _drawn(allowed)
     if callable(getattr(shown, "select", None)):
         name = type(shown).__name__

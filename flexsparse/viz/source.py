@@ -74,7 +74,7 @@ class Source:
 
     def boxes(self, limit: int) -> Tensor | None:
         """``[n, 4]``: first and last-but-one query, then key, of each candidate; None past ``limit``."""
-        if self.select is None or self.select.indices.numel() > 16 * limit:
+        if self.select is None or self.select.shape.numel() > 16 * limit:
             return None
         chosen = self.select.indices[0, 0]
         row, slot = (chosen >= 0).nonzero(as_tuple=True)
@@ -224,7 +224,7 @@ def _of_layout(layout: Layout, name: str | None, b: int, h: int) -> Source:
 
 def said(select: Selection) -> str:
     """A selection in words, from its shape alone."""
-    kept = min(select.indices.shape[-1], select.candidates)
+    kept = min(select.shape[-1], select.candidates)
     keys = "keys" if select.kv_block == 1 else f"blocks of {select.kv_block} keys"
     rows = "query" if select.q_block == 1 else f"{select.q_block} queries"
     return f"at most {kept} of {select.candidates:,} {keys} for each {rows}"
@@ -232,7 +232,7 @@ def said(select: Selection) -> str:
 
 def _lane(select: Selection, b: int, h: int, heads: int) -> Selection:
     """``[1, 1, R, K]``: what sequence b and query head h of ``heads`` choose from."""
-    batch = select.indices.shape[0]
+    batch = select.shape[0]
     if (select.heads > 1 and h >= heads) or (batch > 1 and b >= batch):
         raise ArgumentError(
             f"this selection has {batch} sequences and {heads} heads, got {b=}, {h=}"
@@ -245,7 +245,7 @@ def _lane(select: Selection, b: int, h: int, heads: int) -> Selection:
 def _title(rule: str | None, select: Selection | None, program: MaskProgram, b: int, h: int) -> str:
     """What is shown, and of which sequence and head, where they differ."""
     parts = [part for part in (rule, None if select is None else said(select)) if part]
-    if program.uses_batch or (select is not None and select.indices.shape[0] > 1):
+    if program.uses_batch or (select is not None and select.shape[0] > 1):
         parts.append(f"sequence {b}")
     if program.uses_head or (select is not None and select.heads > 1):
         parts.append(f"head {h}")

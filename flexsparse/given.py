@@ -1,0 +1,134 @@
+"""Candidates as they were given, in any order; their sets are made when somebody first asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from flexsparse.device import lasting
+from flexsparse.errors import SelectionError
+from flexsparse.kernels.dedupe import sorted_unique
+
+_CHANGED = (
+    "the indices of this Selection have changed in place since from_indices, before their sets were "
+    "made: make the Selection anew, or read select.indices once before changing them"
+)
+_NOT_IN_GRAPH = (
+    "this Selection was made outside the CUDA graph that first asks for its sets, and each replay would "
+    "read its indices anew: read select.indices once before the capture, or make the Selection inside"
+)
+
+
+class Given:
+    """``tensor [B, H, R, K]`` int32 or int64, of which the numbers in [0, limit) count.
+
+    A change in place before the sets were made is an error when they are asked for. What was given
+    inside a CUDA graph is what the tensor holds whenever it is read, as for the graph itself.
+    """
+
+    def __init__(self, tensor: Tensor, limit: int, width: int) -> None:
+        self.limit = limit
+        self.shape = torch.Size((*tensor.shape[:3], width))
+        self.device = tensor.device
+        self.captured = _capturing(tensor.device)
+        self._tensor: Tensor | None = tensor
+        self._sets: Tensor | None = None
+        self._made_at = 0
+        self._count = tensor._version
+
+    @staticmethod
+    def may_wait(tensor: Tensor) -> bool:
+        """Whether the host will see it if ``tensor`` changes, and nobody looks for what is computed."""
+        if torch.compiler.is_compiling():
+            return False
+        traced = (
+            torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
+        )
+        return type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference() or traced)
+
+    @property
+    def _version(self) -> int:
+        """How often what counts has changed: the tensor, and once they are made, its sets."""
+        tensor, sets = self._tensor, self._sets
+        if tensor is not None:
+            return self._count if self.captured else tensor._version
+        assert sets is not None
+        return self._count + sets._version - self._made_at
+
+    @property
+    def current(self) -> bool:
+        """Whether nothing has changed since it was given."""
+        return self._version == self._count
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """As it was given; None where there are sets."""
+        tensor = self._tensor
+        if tensor is None or self.captured:
+            return tensor
+        if not self.current:
+            raise SelectionError(_CHANGED)
+        if _capturing(self.device):
+            raise SelectionError(_NOT_IN_GRAPH)
+        return tensor
+
+    @property
+    def sets(self) -> Tensor:
+        """int32 ``[B, H, R, width]``: unique, rising, then -1."""
+        if torch.compiler.is_compiling():
+            return self._traced()
+        tensor = self.tensor
+        if tensor is None:
+            assert self._sets is not None
+            return self._sets
+        made = _made(tensor, self.limit, self.shape[-1])
+        if self.captured and not _capturing(self.device):
+            return made
+        self._made_at, self._sets = made._version, made
+        self._tensor = None
+        return made
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the sets that were made are those for good."""
+        return self._tensor is None
+
+    def _traced(self) -> Tensor:
+        if self._sets is not None:
+            return self._sets
+        assert self._tensor is not None
+        return counted_sets(self._tensor, self.limit, self.shape[-1], self._count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Once loaded it counts anew.
+        sets, current = self.sets, self.current
+        state = {"_tensor": None, "_sets": sets, "_made_at": 0, "_count": 0 if current else -1}
+        return vars(self) | state | {"captured": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _made_at=state["_sets"]._version, device=state["_sets"].device)
+
+
+@lasting
+def _made(tensor: Tensor, limit: int, width: int) -> Tensor:
+    return sorted_unique(tensor, limit, width)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@custom_op("flexsparse::counted_sets", mutates_args=())
+def counted_sets(indices: Tensor, limit: int, width: int, count: int) -> Tensor:
+    """The sets of indices that were given outside a compiled region, which must not have changed."""
+    if indices._version != count:
+        raise SelectionError(_CHANGED)
+    return sorted_unique(indices, limit, width)
+
+
+@counted_sets.register_fake
+def _(indices: Tensor, limit: int, width: int, count: int) -> Tensor:
+    return indices.new_empty((*indices.shape[:-1], width), dtype=torch.int32)
