@@ -13,6 +13,7 @@ from torch import Tensor
 from flexsparse.arguments import Empty, Fallback
 from flexsparse.choice import BackendName, Pack
 from flexsparse.device import autocast_dtype
+from flexsparse.given import Given
 from flexsparse.layout import Layout
 from flexsparse.parameters import held, is_number, settled
 from flexsparse.plan import Plan, Result
@@ -180,6 +181,9 @@ def _value(part: Any, keep: list[Any]) -> object:
     """A part of a call that is no mod; most are plain values."""
     if part is None or type(part) in (bool, int, float, str):
         return type(part), part
+    if isinstance(part, Selection) and isinstance(part.held, Given):
+        keep.append(part)
+        return id(part), part.held._version
     return held(part, keep)
 
 

@@ -30,10 +30,11 @@ from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
+from flexsparse.kernels.as_given import given_tiles
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import EMPTY, FULL, pack_bits, row_tiles
+from flexsparse.kernels.rows import EMPTY, FULL, RowTiles, pack_bits, row_tiles
 from flexsparse.layout import Layout
 from flexsparse.listed import seeing_queries, seen_keys
 from flexsparse.occupancy import (
@@ -145,18 +146,22 @@ def from_lists(terms: Terms, select: Selection | None, ahead: Ahead) -> Layout:
         counts = [*compress(maps[0]), *compress(maps[1])]
         bits = pack_bits(maps)
     else:
-        geometry = geometry_of(terms, chosen)
-        *counts, bits, words = row_tiles(
-            chosen.indices,
-            chosen.candidates,
-            codes,
-            geometry,
-            lists,
-            words=program.asks_member(terms.block_size),
-        )
+        *counts, bits, words = selected_tiles(terms, chosen, codes, lists)
     tables = program.tables(ahead.tables, words, place=None if order is None else order.place)
     columns = by_column(terms, bits) if terms.columns != 0 else None
     return assembled(terms, ahead, select, tables, counts, columns, order=order)
+
+
+def selected_tiles(terms: Terms, select: Selection, codes: Tensor | None, lists: Lists) -> RowTiles:
+    """Tiles of a selection met with the rule's ``codes``: of what was given, where that will do."""
+    geometry = geometry_of(terms, select)
+    words = terms.program.asks_member(terms.block_size)
+    given, candidates = select.given, select.candidates
+    if given is not None:
+        made = given_tiles(given, candidates, codes, geometry, lists, words=words)
+        if made is not None:
+            return made
+    return row_tiles(select.indices, candidates, codes, geometry, lists, words=words)
 
 
 def laid_in_order(

@@ -100,7 +100,8 @@ class Given:
         if self._sets is not None:
             return self._sets
         assert self._tensor is not None
-        return counted_sets(self._tensor, self.limit, self.shape[-1], self._count)
+        made: Tensor = counted_sets(self._tensor, self.limit, self.shape[-1], self._count)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # Once loaded it counts anew.

@@ -43,7 +43,7 @@ class Selection(Shown):
     q_block: int = 1
     kv_block: int = 1
 
-    # Until there are sets.
+    # What from_indices took, and the sets made of it.
     _given: ClassVar[Given | None] = None
 
     @staticmethod
@@ -135,7 +135,6 @@ class Selection(Shown):
         sets = given.sets
         if not torch.compiler.is_compiling() and given.keeps:
             object.__setattr__(self, "indices", sets)
-            object.__setattr__(self, "_given", None)
         return sets
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +151,7 @@ class Selection(Shown):
 
     @property
     def held(self) -> Tensor | Given:
-        """What counts the changes of what it holds."""
+        """What counts the changes of what it holds; always the same object."""
         return self.indices if self._given is None else self._given
 
     @property

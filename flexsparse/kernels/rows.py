@@ -52,10 +52,9 @@ def row_tiles(
             indices, candidates, codes, list(geometry), list(lists), words
         )
         return opened(Buffers(*made), indices, candidates if words else 0, geometry, lists)
-    if indices.is_cuda:
-        found = _by_kernel(indices, candidates, codes, geometry, lists, words)
-        if found is not None:
-            return found[1]
+    kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
+    if kernel is not None:
+        return _by_kernel(kernel, indices, candidates, codes, geometry, lists, words)[1]
     return by_map(indices, candidates, codes, geometry, lists, words)
 
 
@@ -127,16 +126,21 @@ class Buffers(NamedTuple):
     cleared: Tensor
 
 
-def buffers(indices: Tensor, candidates: int, geometry: Geometry, lists: Lists) -> Buffers:
-    """``candidates`` of 0 leave no place for words."""
+def buffers(
+    indices: Tensor, candidates: int, geometry: Geometry, lists: Lists, *, whole: bool = False
+) -> Buffers:
+    """``candidates`` of 0 leave no place for words. Bits that are written ``whole`` need no clearing,
+    but words do."""
     kept = indices.shape[-1]
     rows, columns = geometry.tiles
     shape = (2, lists.batch, lists.heads, rows)
     bits = 2 * lists.batch * lists.heads * rows * ceil_div(columns, 32)
+    size = bits + ceil_div(_bytes(indices, candidates), 4)
+    clear = indices.new_empty if whole and not candidates else indices.new_zeros
     return Buffers(
-        indices.new_empty(shape),
-        indices.new_empty((*shape, geometry.row_capacity(kept))),
-        indices.new_zeros(bits + ceil_div(_bytes(indices, candidates), 4)),
+        indices.new_empty(shape, dtype=torch.int32),
+        indices.new_empty((*shape, geometry.row_capacity(kept)), dtype=torch.int32),
+        clear((size,), dtype=torch.int32),
     )
 
 
@@ -174,9 +178,9 @@ def filled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Buffers filled by the kernel that suits; where none does, from the map."""
     g, of = Geometry(*geometry), Lists(*lists)
-    made = _by_kernel(indices, candidates, codes, g, of, words)
-    if made is not None:
-        return made[0]
+    kernel = _kernel(indices.shape[-1], g)
+    if kernel is not None:
+        return _by_kernel(kernel, indices, candidates, codes, g, of, words)[0]
     found = by_map(indices, candidates, codes, g, of, words)
     return Buffers(
         torch.stack([found.partial_num, found.full_num]),
@@ -186,19 +190,17 @@ def filled(
 
 
 def _by_kernel(
+    kernel: ModuleType,
     indices: Tensor,
     candidates: int,
     codes: Tensor | None,
     geometry: Geometry,
     lists: Lists,
     words: bool,
-) -> tuple[Buffers, RowTiles] | None:
-    """Buffers filled by the kernel that suits, if any does, and what they hold."""
-    kernel = _kernel(indices.shape[-1], geometry)
-    if kernel is None:
-        return None
+) -> tuple[Buffers, RowTiles]:
+    """Buffers filled by ``kernel``, and what they hold."""
     kept = candidates if words else 0
-    made = buffers(indices, kept, geometry, lists)
+    made = buffers(indices, kept, geometry, lists, whole=kernel.writes_whole(geometry))
     into = opened(made, indices, kept, geometry, lists)
     kernel.fill(indices, candidates, codes, geometry, lists, into, None)
     return made, into

@@ -1,5 +1,6 @@
 """`row_tiles` as one kernel, where a row of tiles meets one row of candidates: sorted candidates are
-sorted tiles, so neighbours merge and nothing is as wide as the keys."""
+sorted tiles, so neighbours merge and nothing is as wide as the keys. Where tiles lie within candidates
+it takes those in any order and sorts them itself."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 MOST = 4096
+# Tiles that a program sorts.
+_MOST_GIVEN = 1024
 _NUMBERS_A_PROGRAM = 256
+# Of bits in a row of tiles, that a program writes one after the other instead of setting each bit.
+_MOST_WORDS = 32
 
 
 def suits(kept: int, geometry: Geometry) -> bool:
@@ -24,14 +29,25 @@ def suits(kept: int, geometry: Geometry) -> bool:
     return not g.q_block % g.q_tile and nested and kept * g.tiles_per_candidate <= MOST
 
 
+def takes_given(kept: int, geometry: Geometry) -> bool:
+    """Whether candidates may come in any order: each is some whole tiles, few enough to be sorted."""
+    whole = not geometry.kv_block % geometry.kv_tile
+    return suits(kept, geometry) and whole and kept * geometry.tiles_per_candidate <= _MOST_GIVEN
+
+
+def writes_whole(geometry: Geometry) -> bool:
+    """Whether bits are written rather than set."""
+    return ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
+
+
 @triton.jit
 def _merge(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, at,
     sel_rows, kept, rows, listed_rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
-    code_heads,
+    code_heads, stride_b, stride_h, stride_r, stride_k,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr,
-    FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
+    GIVEN: tl.constexpr, WHOLE: tl.constexpr, FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -49,14 +65,15 @@ def _merge(
     if not SEL_BATCHED:
         writes = writes & (b == 0)
     row = r // TILES_DOWN
-    source = sel_b * sel_heads + h * sel_heads // query_heads
-    line = (source * sel_rows + row) * kept
+    sel_h = h * sel_heads // query_heads
+    source = sel_b * sel_heads + sel_h
+    line = indices + sel_b * stride_b + sel_h * stride_h + row * stride_r
 
     slot = tl.arange(0, WIDTH)[None, :]
-    k, step = slot // STEPS, slot % STEPS
+    k, step = (slot // STEPS).to(tl.int64), slot % STEPS
     inside = exists & (k < kept)
-    chosen = tl.load(indices + line + k, mask=inside, other=-1)
-    used = chosen >= 0
+    chosen = tl.load(line + k * stride_k, mask=inside, other=-1)
+    used = (chosen >= 0) & (chosen < candidates)
     if HAS_WORDS:
         # Bytes are marked four at once: there is no atomic operation on one.
         byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + chosen
@@ -64,7 +81,13 @@ def _merge(
         four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
         tl.atomic_or(four, bit, mask=used & (step == 0) & writes, sem="relaxed")
 
-    if INSIDE == 1:
+    if GIVEN:
+        tile = tl.where(used, chosen * STEPS + step, 2147483647).to(tl.int32)
+        tile = tl.sort(tile, dim=1)
+        before = tl.gather(tile, tl.maximum(slot - 1, 0) + tl.zeros_like(tile), 1)
+        last = exists & (tile < columns) & ((slot == 0) | (before != tile))
+        covered = last
+    elif INSIDE == 1:
         tile = chosen * STEPS + step
         last = used & (tile < columns)
         covered = last
@@ -72,11 +95,11 @@ def _merge(
         # The last candidate of a tile speaks for it: where so many before it stand their number
         # below it, all of them are there.
         tile = chosen // INSIDE
-        after = tl.load(indices + line + k + 1, mask=inside & (k + 1 < kept), other=-1)
+        after = tl.load(line + (k + 1) * stride_k, mask=inside & (k + 1 < kept), other=-1)
         last = used & ((after < 0) | (after // INSIDE != tile))
         need = tl.minimum((tile + 1) * INSIDE, candidates) - tile * INSIDE
         start = k - need + 1
-        earliest = tl.load(indices + line + start, mask=last & (start >= 0), other=-1)
+        earliest = tl.load(line + start * stride_k, mask=last & (start >= 0), other=-1)
         ends = chosen == tile * INSIDE + need - 1
         covered = last & ends & (earliest == tile * INSIDE)
 
@@ -93,9 +116,17 @@ def _merge(
     if HAS_BITS:
         in_row = (columns + 31) // 32
         mark = tl.full([ROWS, WIDTH], 1, tl.int32) << (tile % 32)
-        where = out * in_row + tile // 32
-        tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
-        tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
+        if WHOLE:
+            for w in range(in_row):
+                here = tile // 32 == w
+                word = tl.sum(tl.where(partial & here, mark, 0), 1)[:, None]
+                tl.store(bits + out * in_row + w, word, mask=exists)
+                word = tl.sum(tl.where(full & here, mark, 0), 1)[:, None]
+                tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=exists)
+        else:
+            where = out * in_row + tile // 32
+            tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
+            tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
 
     listed = partial.to(tl.int32)
     count = tl.sum(listed, 1)[:, None]
@@ -122,8 +153,11 @@ def fill(
     lists: Lists,
     into: RowTiles,
     at: Tensor | None,
+    *,
+    given: bool = False,
 ) -> None:
-    """Writes ``into``, whose bits and words are clear; with ``at`` the lists of these rows alone."""
+    """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
+    lists of these rows alone. Sets; ``given`` in any order, where `takes_given` says so."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     listed_rows = rows if at is None else len(at)
@@ -135,12 +169,14 @@ def fill(
     lanes = lists.batch * lists.heads
     kernel: Any = _merge
     kernel[(ceil_div(lanes * listed_rows, together),)](
-        indices.contiguous(), codes if codes is not None else indices, into.words,
+        indices, codes if codes is not None else indices, into.words,
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
+        *indices.stride(),
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
-        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None, FOLD=lists.fold,
+        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
+        GIVEN=given, WHOLE=writes_whole(geometry), FOLD=lists.fold,
         TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
         CAPACITY=capacity, ROWS=together, WIDTH=width,

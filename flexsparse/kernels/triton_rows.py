@@ -19,6 +19,11 @@ _MOST_AT_ONCE = 1024
 MOST_COLUMNS = 2**14
 
 
+def writes_whole(geometry: Geometry) -> bool:
+    """Whether bits are written rather than set."""
+    return True
+
+
 @triton.jit
 def _rows(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, these,
