@@ -61,7 +61,8 @@ class Selection(Shown):
         An index outside the keys raises `SelectionError` with its batch, head, row and value;
         ``out_of_range="drop"`` drops it instead (for holders whose convention is "at or past the
         length means none"). The check reads the device once; inside torch.compile or a CUDA graph
-        it cannot, and ``"drop"`` must be said.
+        it cannot, and ``"drop"`` must be said. Inside a CUDA graph a Selection is of what the tensor
+        holds at each replay; one made outside needs its ``indices`` read before the capture.
 
         The length is ``kv_len``, that of k. A sequence that is shorter needs a rule: an unused slot
         that holds its own length is a candidate like any other, and its last block runs past it.

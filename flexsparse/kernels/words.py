@@ -69,5 +69,5 @@ def _by_tile(seen: Tensor, geometry: Geometry, *, fill: bool) -> Tensor:
     rows, columns = geometry.tiles
     q_tile, kv_tile = geometry.q_tile, geometry.kv_tile
     past = (0, columns * kv_tile - geometry.kv_len, 0, rows * q_tile - geometry.q_len)
-    whole = pad(seen, past, value=fill)
-    return whole.unflatten(3, (columns, kv_tile)).unflatten(2, (rows, q_tile))
+    tiles = (*seen.shape[:2], rows, q_tile, columns, kv_tile)
+    return pad(seen, past, value=fill).reshape(tiles)
