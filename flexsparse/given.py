@@ -87,6 +87,9 @@ class Given:
         made = _made(tensor, self.limit, self.shape[-1])
         if self.captured and not _capturing(self.device):
             return made
+        if tensor.is_cuda and not self.captured:
+            # Let go below, though another stream than its own may still read it.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._made_at, self._sets = made._version, made
         self._tensor = None
         return made

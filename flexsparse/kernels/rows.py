@@ -75,8 +75,9 @@ def rewrite(
     kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
     if kernel is not None:
         if at is None:
-            into.bits.zero_()
             into.words.zero_()
+            if not kernel.writes_whole(geometry):
+                into.bits.zero_()
         kernel.fill(indices, candidates, codes, geometry, lists, into, at)
         return
     capacity = into.partial_idx.shape[-1]
