@@ -51,16 +51,15 @@ class Given:
 
     @property
     def _version(self) -> int:
-        """How often what counts has changed: the tensor, and once they are made, its sets."""
-        tensor, sets = self._tensor, self._sets
-        if tensor is not None:
-            return self._count if self.captured else tensor._version
-        assert sets is not None
-        return self._count + sets._version - self._made_at
+        """How often the sets have changed; what is made of the tensor as it was given stays right."""
+        return self._count if self._sets is None else self._count + self._sets._version - self._made_at
 
     @property
     def current(self) -> bool:
         """Whether nothing has changed since it was given."""
+        tensor = self._tensor
+        if tensor is not None:
+            return self.captured or tensor._version == self._count
         return self._version == self._count
 
     @property
