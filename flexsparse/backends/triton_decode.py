@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.backends.split_walk import Lanes, lanes_of, splits_for, steps_of
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import next_power_of_two
 
 # Bytes of K and V that a multiprocessor holds in flight, and of one step where the tile leaves a choice.
@@ -228,8 +229,8 @@ def launch(
         heights = q.new_empty((lanes.number, splits, rows), dtype=torch.float32)
     asks = some if mask is None else mask.view(torch.int8)
     pads = [max(16, next_power_of_two(n)) for n in (q.shape[-1], width_v)]
-    walk: Any = _walk
-    walk[(lanes.number * splits,)](
+    dispatch(
+        _walk, (lanes.number * splits,),
         q, k, v, some, some_at, full, full_at, asks, parts, heights,
         scale * math.log2(math.e), splits, rows, q.shape[2], k.shape[2], lanes.heads,
         *(step for x in lists for step in _steps(x, 2)), *q.stride(), *k.stride(), *v.stride(),
@@ -242,8 +243,8 @@ def launch(
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
-        join: Any = _join
-        join[(lanes.number * rows,)](
+        dispatch(
+            _join, (lanes.number * rows,),
             parts, heights, out, lse, splits, rows, WIDTH=next_power_of_two(splits),
             AT_ONCE=min(32, next_power_of_two(splits)), DV=width_v, DV_PAD=pads[1],
             num_warps=4,

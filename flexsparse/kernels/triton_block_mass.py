@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.block_mass import Around
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 _LOG2_E = 1.4426950408889634
@@ -194,8 +193,8 @@ def launch(
         # As the kernel has it: of powers of two, and what sees nothing weighs nothing.
         norm = torch.where(lse == -torch.inf, torch.inf, lse.float() * _LOG2_E).contiguous()
     else:
-        normalise: Any = _normalisers
-        normalise[(ceil_div(q_len, tokens), batch * lists)](
+        dispatch(
+            _normalisers, (ceil_div(q_len, tokens), batch * lists),
             q, keys, position, norm, q_len, count, lists, scale * _LOG2_E, *given, TOKENS=tokens,
             WINDOWS=_WINDOWS, **both, num_warps=4 if tokens * shared <= 64 else 8,
         )  # fmt: skip
@@ -206,10 +205,8 @@ def launch(
     if batch * lists * ceil_div(rows, tokens // within) < 256:
         # Few programs: their steps go side by side.
         steps = 1
-    kernel: Any = _block_mass
-    kernel[
-        (ceil_div(rows, tokens // within), batch * lists, ceil_div(blocks, at_once * steps))
-    ](
+    dispatch(
+        _block_mass, (ceil_div(rows, tokens // within), batch * lists, ceil_div(blocks, at_once * steps)),
         q, keys, position, norm, mass, q_len, count, lists, rows, blocks, steps, scale * _LOG2_E, *given,
         STEP=of.step, START=of.start, WIDTH=of.width, RISE=of.rise, SUMS=how == "sum", Q_BLOCK=min(q_block, q_len),
         ROWS=tokens // within, TOKENS=within, CHUNKS=ceil_div(min(q_block, q_len), within), WINDOWS=_WINDOWS,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Of one word, so that many programs share the walk.
@@ -53,8 +52,8 @@ def launch(bits: Tensor, columns: int, capacity: int) -> tuple[Tensor, Tensor]:
     counts = bits.new_empty((2, 2, batch, heads, columns))
     slots = bits.new_empty((2, batch, heads, columns, capacity))
     num, degrees = counts.unbind(0)
-    kernel: Any = _columns
-    kernel[(ceil_div(columns, _COLUMNS), batch * heads, 2)](
+    dispatch(
+        _columns, (ceil_div(columns, _COLUMNS), batch * heads, 2),
         bits, num, slots, degrees, rows, columns, batch * heads,
         CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
         SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,

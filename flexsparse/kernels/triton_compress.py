@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import next_power_of_two
 
 
@@ -38,9 +37,9 @@ def launch(present: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     counts = torch.empty(shape, dtype=torch.int32, device=present.device)
     indices = torch.empty((*shape, capacity), dtype=torch.int32, device=present.device)
     width = max(32, min(1024, next_power_of_two(columns)))
-    kernel: Any = _compress
     if counts.numel():
-        kernel[(counts.numel(),)](
+        dispatch(
+            _compress, (counts.numel(),),
             present.contiguous().view(torch.uint8), counts, indices, columns,
             CAPACITY=capacity, WIDTH=width, num_warps=max(1, width // 256),
         )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import next_power_of_two
 
 
@@ -130,8 +131,8 @@ def forward(
     not read.
     """
     grid, sizes = _sizes(q, k, v, keys, grads=False)
-    kernel: Any = _forward
-    kernel[grid](
+    dispatch(
+        _forward, grid,
         q, k, v, keys, out, lse, *_strides(q, k, v, keys), *out.stride()[:3], *lse.stride()[:2],
         first, keys.shape[-1], q.shape[-1], v.shape[-1], *_sharing(q, k, keys),
         scale * math.log2(math.e), **sizes,
@@ -147,8 +148,8 @@ def backward(
     ``delta [B, Hq, Q]``: the sum of do times out, less the gradient of lse.
     """
     grid, sizes = _sizes(q, k, v, keys, grads=True)
-    kernel: Any = _backward
-    kernel[grid](
+    dispatch(
+        _backward, grid,
         q, k, v, keys, do, lse, delta, dq, dk, dv, *_strides(q, k, v, keys), *do.stride()[:3],
         *lse.stride()[:2], *dq.stride()[:3], k.shape[1], k.shape[2],
         first, keys.shape[-1], q.shape[-1], v.shape[-1], *_sharing(q, k, keys),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Readers that one program walks, and rows of queries and heads that it takes at once.
@@ -243,8 +244,8 @@ def forward(
     ``Hq / L`` heads; ``seen [B, L, Q, K, block / 8]`` uint8 are bits, key by key, None where all are.
     """
     grid, sizes = _by_query(q, v, chosen, block, seen)
-    kernel: Any = _forward
-    kernel[grid](
+    dispatch(
+        _forward, grid,
         q, k, v, chosen, chosen if seen is None else seen, out, lse,
         *_strides(q, k, v), *out.stride()[:3], *lse.stride()[:2],
         *_lengths(q, k, v, chosen), scale * math.log2(math.e), **sizes,
@@ -263,8 +264,8 @@ def backward(
     given = chosen if seen is None else seen
     delta = torch.empty_like(lse)
     scales = (scale * math.log2(math.e), scale)
-    kernel: Any = _backward_q
-    kernel[grid](
+    dispatch(
+        _backward_q, grid,
         q, k, v, chosen, given, out, do, lse, d_lse, delta, dq, *_strides(q, k, v), *do.stride()[:3],
         *lse.stride()[:2], *dq.stride()[:3], *_lengths(q, k, v, chosen), *scales, **sizes,
     )  # fmt: skip
@@ -272,8 +273,8 @@ def backward(
     jobs = readers(chosen, ceil_div(kv_len, block))
     group = next_power_of_two(rest[3])
     del sizes["M"]
-    kernel = _backward_kv
-    kernel[(jobs.owner.shape[1], len(jobs.owner))](
+    dispatch(
+        _backward_kv, (jobs.owner.shape[1], len(jobs.owner)),
         q, k, v, given, do, lse, delta, dk, dv, *jobs, *_strides(q, k, v), *do.stride()[:3],
         *lse.stride()[:2], q.shape[2], kept, k.shape[1], kv_len, *rest, *scales,
         T=max(1, _ROWS // group), G=max(group, 1), **sizes,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 _ROWS = 16
@@ -39,8 +38,8 @@ def take(x: Tensor, place: Tensor, ahead: bool) -> Tensor:
     taken = place.shape[-1]
     rows = taken + (length if ahead else 0)
     found = x.new_empty((batch, heads, rows, dim))
-    kernel: Any = _take
-    kernel[(ceil_div(rows, _ROWS), batch * heads)](
+    dispatch(
+        _take, (ceil_div(rows, _ROWS), batch * heads),
         x, place, found, taken, rows, dim, heads, place.shape[0], place.shape[1],
         x.stride(0), x.stride(1), x.stride(2), ROWS=_ROWS, DIM=next_power_of_two(dim),
     )  # fmt: skip
@@ -75,8 +74,8 @@ def add(grad: Tensor, owner: Tensor, parts: Tensor, total: Tensor, size: int) ->
     """``total`` has rows of adjacent numbers."""
     grad = grad.contiguous()
     batch, heads, length, dim = total.shape
-    kernel: Any = _add
-    kernel[(owner.shape[-1], batch * heads, ceil_div(size, _ROWS))](
+    dispatch(
+        _add, (owner.shape[-1], batch * heads, ceil_div(size, _ROWS)),
         grad, owner, parts, total, grad.shape[2], length, dim, owner.shape[-1], size, heads,
         owner.shape[0], owner.shape[1], *total.stride()[:3], ROWS=_ROWS, DIM=next_power_of_two(dim),
     )  # fmt: skip
@@ -132,8 +131,8 @@ def join(
     """``out`` has rows of adjacent numbers."""
     batch, heads, length, dim = out.shape
     pieces = pieces if pieces.stride(-1) == 1 else pieces.contiguous()
-    kernel: Any = _join
-    kernel[(owner.shape[-1], batch * heads, ceil_div(size, _ROWS))](
+    dispatch(
+        _join, (owner.shape[-1], batch * heads, ceil_div(size, _ROWS)),
         out, lse, pieces, of_pieces, owner, parts, weight, length, dim, owner.shape[-1], size, heads,
         owner.shape[0], owner.shape[1], *out.stride()[:3], *lse.stride(),
         *pieces.stride()[:3], *of_pieces.stride(), ROWS=_ROWS, DIM=next_power_of_two(dim),
@@ -170,8 +169,8 @@ def unjoin(
     batch, heads, length, dim = out.shape
     rows = weight.shape[-1]
     grads = pieces.new_empty(pieces.shape), torch.empty_like(weight)
-    kernel: Any = _unjoin
-    kernel[(ceil_div(rows, _ROWS), batch * heads)](
+    dispatch(
+        _unjoin, (ceil_div(rows, _ROWS), batch * heads),
         grad_out.contiguous(), grad_lse.contiguous(), out, pieces.contiguous(), weight, place, *grads,
         rows, length, dim, heads, place.shape[0], place.shape[1],
         ROWS=_ROWS, DIM=next_power_of_two(dim),

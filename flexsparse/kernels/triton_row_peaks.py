@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # What one program multiplies at once: queries and heads, by summaries.
@@ -112,8 +111,8 @@ def launch(
         # Decoding: little to multiply, all the more programs read. Or many channels beside few columns.
         side = min(side, 64)
     grid = (ceil_div(rows, at_once) * ceil_div(columns, side), batch * lists)
-    kernel: Any = _row_peaks
-    kernel[grid](
+    dispatch(
+        _row_peaks, grid,
         q, low, other, worth, rows, columns, q_len, lists, scale, *q.stride()[:3],
         *low.stride()[:3], *other.stride()[:3],
         HAS_HIGH=high is not None, WHOLE=whole, Q_BLOCK=q_block, SHARE=share,

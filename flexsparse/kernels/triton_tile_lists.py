@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import next_power_of_two
 
 
@@ -58,8 +57,8 @@ def launch(codes: Tensor, partial: int, full: int) -> list[Tensor]:
         for room in (partial, full)
     )
     width = max(32, min(1024, next_power_of_two(columns)))
-    kernel: Any = _tile_lists
-    kernel[(batch * heads * rows,)](
+    dispatch(
+        _tile_lists, (batch * heads * rows,),
         codes, partial_num, partial_idx, full_num, full_idx,
         heads, rows, columns, *codes.stride(), partial, full,
         WIDTH=width, num_warps=max(1, width // 256),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # One row must fit into the registers of a program.
@@ -98,8 +97,8 @@ def launch(
     at_once = 1 if total <= _FEW_ROWS else max(1, min(32, _NUMBERS_A_PROGRAM // padded))
     reached, first = (score if x is None else x.expand(score.shape) for x in (reach, forced))
     counted = score if count is None else count.expand(score.shape[:3]).contiguous()
-    kernel: Any = _top_k
-    kernel[(ceil_div(total, at_once),)](
+    dispatch(
+        _top_k, (ceil_div(total, at_once),),
         score, reached, first, counted, chosen, total, columns, row_count, heads, width,
         torch.finfo(score.dtype).max, *score.stride(), *reached.stride(), *first.stride(),
         HAS_REACH=reach is not None, HAS_FORCED=forced is not None, HAS_COUNT=count is not None,
