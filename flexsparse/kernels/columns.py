@@ -39,7 +39,8 @@ def column_tiles(bits: Tensor, columns: int, capacity: int) -> ColumnTiles:
     """``bits [2, B, H, R, ceil(C / 32)]`` as `row_tiles` gives them."""
     if bits.is_cuda:
         run = torch.ops.flexsparse.column_tiles if torch.compiler.is_compiling() else filled
-        (num, degrees), slots = run(bits, columns, capacity)
+        counts, slots = run(bits, columns, capacity)
+        num, degrees = counts.unbind(0)
         partial_num, full_num = num.unbind(0)
         partial_idx, full_idx = slots.unbind(0)
         return ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)

@@ -161,11 +161,12 @@ def opened(
     bits = 2 * lists.batch * lists.heads * rows * width
     partial_num, full_num = made.counts.unbind(0)
     partial_idx, full_idx = made.slots.unbind(0)
-    words = no_words(indices)
+    tile_bits, words = made.cleared, no_words(indices)
     if candidates:
         size = _bytes(indices, candidates)
-        words = made.cleared[bits:].view(torch.uint8)[:size].view(batch, heads, -1, candidates)
-    tile_bits = made.cleared[:bits].view(2, lists.batch, lists.heads, rows, width)
+        words = tile_bits[bits:].view(torch.uint8)[:size].view(batch, heads, -1, candidates)
+        tile_bits = tile_bits[:bits]
+    tile_bits = tile_bits.view(2, lists.batch, lists.heads, rows, width)
     return RowTiles(partial_num, partial_idx, full_num, full_idx, tile_bits, words)
 
 

@@ -16,7 +16,7 @@ _WARPS = 1
 
 @triton.jit
 def _columns(
-    bits, num, idx, degrees, rows, columns, lanes,
+    bits, counts, idx, rows, columns, lanes,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     start_column = tl.program_id(0) * COLUMNS
@@ -39,8 +39,9 @@ def _columns(
         value = row[:, None] + tl.zeros([ROWS, COLUMNS], tl.int32)
         tl.store(spot, value, mask=(listed != 0) & (slot < CAPACITY) & exists[None, :])
         count += tl.sum(listed, 0)
-    tl.store(num + out, tl.minimum(count, CAPACITY), mask=exists)
-    tl.store(degrees + out, count, mask=exists)
+    degree = ((2 + plane) * lanes + lane) * columns + column
+    tl.store(counts + out, tl.minimum(count, CAPACITY), mask=exists)
+    tl.store(counts + degree, count, mask=exists)
     for start in range(0, CAPACITY, SLOTS):
         slot = start + tl.arange(0, SLOTS)[None, :]
         unused = (slot >= count[:, None]) & (slot < CAPACITY) & exists[:, None]
@@ -51,10 +52,9 @@ def launch(bits: Tensor, columns: int, capacity: int) -> tuple[Tensor, Tensor]:
     _, batch, heads, rows, _ = bits.shape
     counts = bits.new_empty((2, 2, batch, heads, columns))
     slots = bits.new_empty((2, batch, heads, columns, capacity))
-    num, degrees = counts.unbind(0)
     dispatch(
         _columns, (ceil_div(columns, _COLUMNS), batch * heads, 2),
-        bits, num, slots, degrees, rows, columns, batch * heads,
+        bits, counts, slots, rows, columns, batch * heads,
         CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
         SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
