@@ -201,6 +201,9 @@ def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
     for code in _code(value):
         keep.append(code)
         yield id(code)
+    for named in _whole(value):
+        keep.append(named)
+        yield id(named)
     for part in _parts(value):
         yield from _walk(part, seen, keep)
 
@@ -210,6 +213,14 @@ def _code(value: Any) -> Iterator[CodeType]:
     function = value if isinstance(value, FunctionType) else call_of(type(value))
     if isinstance(function, FunctionType):
         yield function.__code__
+
+
+def _whole(value: Any) -> Iterator[ModuleType | type]:
+    """Modules and classes that a function reads by name: nobody walks these."""
+    if isinstance(value, FunctionType):
+        for name in value.__code__.co_names:
+            if isinstance(read := value.__globals__.get(name), ModuleType | type):
+                yield read
 
 
 def call_of(kind: type) -> Any:

@@ -267,12 +267,13 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
             )
         return made
     try:
-        kept: list[Any] = []
-        known = held(mod, kept) if settled(mod) else None
         last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
-        if known is not None and last is not None and last[0] == known:
+        # What was settled is so as long as it holds the same.
+        if last is not None and last[0] is not None and last[0] == held(mod, []):
             again: Traced = vars(mod)[TRACE]
             return again
+        kept: list[Any] = []
+        known = held(mod, kept) if settled(mod) else None
         name = f"{slot} {describe(mod)}"
         check_arity(getattr(mod, "mod", mod), arguments, name)
         traced = trace_lifted(mod, arguments, name)

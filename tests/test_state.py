@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -389,6 +389,15 @@ def test_a_rebound_global_of_a_notebook_is_seen() -> None:
     exec("def rule(b, h, q, kv): return ((q - kv).abs() < width) | seen[kv]", cells)
     changes = [lambda n=n: cells.update(width=n, seen=flags(n)) for n in (60, 1, 20, 2)]
     follow({"rule": cells["rule"]}, changes)
+
+
+def test_a_module_of_a_notebook_that_another_takes_the_place_of_is_seen() -> None:
+    other = ModuleType("other")
+    vars(other).update(maximum=torch.minimum)
+    cells: dict[str, Any] = {"m": torch}
+    exec("def rule(b, h, q, kv): return m.maximum(q - kv, kv - q) < 9", cells)
+    rule = fs.MaskRule.of(cells["rule"])
+    follow({"rule": rule}, [lambda m=m: cells.update(m=m) for m in (other, torch, other)])
 
 
 def test_a_helper_written_anew_in_a_notebook_is_seen() -> None:

@@ -30,10 +30,14 @@ def tile_map(judge: FusedJudge, mask: MaskMod) -> Tensor:
     Reads the device once, and again only where the judge leaves tiles open.
     """
     codes = judge.every()
-    if int(codes.amax()) >= OPEN:
-        flat = codes.view(-1)
-        cells = (flat >= OPEN).nonzero()[:, 0]
-        flat[cells] = _settled(judge, mask, cells, flat[cells])[0]
+    return codes if int(codes.amax()) < OPEN else settled_map(judge, mask, codes)
+
+
+def settled_map(judge: FusedJudge, mask: MaskMod, codes: Tensor) -> Tensor:
+    """A map of which the judge left tiles open, with these settled in place."""
+    flat = codes.view(-1)
+    cells = (flat >= OPEN).nonzero()[:, 0]
+    flat[cells] = _settled(judge, mask, cells, flat[cells])[0]
     return codes
 
 

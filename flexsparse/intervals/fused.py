@@ -121,18 +121,17 @@ class FusedJudge:
         numbers = _numbers(
             (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths), self.device
         )
-        found = [
-            # One tile alone would be a kernel of its own.
-            self._run(part.expand(2) if len(part) == 1 else part, numbers)[: len(part)]
-            for part in cells.split(TILES_AT_ONCE)
-            if len(part)
-        ]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else cells.to(torch.int8)
+        if cells.numel() <= TILES_AT_ONCE:
+            return self._run(cells, numbers)
+        return torch.cat([self._run(part, numbers) for part in cells.split(TILES_AT_ONCE)])
 
     def _run(self, cells: Tensor, numbers: Tensor) -> Tensor:
+        if not (count := cells.numel()):
+            return cells.to(torch.int8)
         with torch.no_grad():
+            if count == 1:
+                # One tile alone would be a kernel of its own.
+                return self.kernel(cells.repeat(2), numbers, *self.read)[:1]
             return self.kernel(cells.contiguous(), numbers, *self.read)
 
 

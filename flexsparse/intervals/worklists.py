@@ -9,13 +9,14 @@ from torch import Tensor
 
 from flexsparse.coverage import Span
 from flexsparse.grid import Grid
-from flexsparse.intervals.finding import MAPPED, found_tiles, tile_map
-from flexsparse.intervals.fused import fused_judge
+from flexsparse.intervals.finding import MAPPED, found_tiles, settled_map
+from flexsparse.intervals.fused import OPEN, FusedJudge, fused_judge
 from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import rule_tiles
 from flexsparse.intervals.runs import RuleTiles, Runs
 from flexsparse.kernels.tile_lists import longest, tile_lists
 from flexsparse.program import MaskProgram
+from flexsparse.rules import MaskMod
 
 # Lists of so many slots in all are as wide as the grid, as torch makes them; larger ones as needed.
 WHOLE = 2**22
@@ -40,10 +41,20 @@ def rule_lists(
     if judge is None:
         tiles = rule_tiles(program, tables, grid, span, lists, device)
     elif judge.tiles <= MAPPED:
-        return lists_of_map(tile_map(judge, program.mod(tables)), by_column=by_column)
+        return _judged(judge, program.mod(tables), by_column)
     else:
         tiles = found_tiles(judge, program.mod(tables))
     return lists_of(tiles, by_column=by_column)
+
+
+def _judged(judge: FusedJudge, mask: MaskMod, by_column: bool) -> list[Tensor]:
+    """Launched before the host hears whether tiles are left open; for these they are made anew."""
+    codes = judge.every()
+    most = codes.amax()
+    made = lists_of_map(codes, by_column=by_column)
+    if int(most) < OPEN:
+        return made
+    return lists_of_map(settled_map(judge, mask, codes), by_column=by_column)
 
 
 def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
