@@ -52,7 +52,9 @@ class Given:
     @property
     def _version(self) -> int:
         """How often the sets have changed; what is made of the tensor as it was given stays right."""
-        return self._count if self._sets is None else self._count + self._sets._version - self._made_at
+        return (
+            self._count if self._sets is None else self._count + self._sets._version - self._made_at
+        )
 
     @property
     def current(self) -> bool:

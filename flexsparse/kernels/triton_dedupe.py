@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # One row must fit into the registers of a program.
@@ -48,8 +47,8 @@ def launch(indices: Tensor, limit: int, width: int) -> Tensor:
     unique = torch.empty((*indices.shape[:-1], width), dtype=torch.int32, device=indices.device)
     padded = max(2, next_power_of_two(kept))
     rows = max(1, min(32, _NUMBERS_A_PROGRAM // padded))
-    kernel: Any = _sorted_unique
-    kernel[(ceil_div(len(flat), rows),)](
+    dispatch(
+        _sorted_unique, (ceil_div(len(flat), rows),),
         flat, unique, len(flat), kept, limit, width, flat.stride(0), flat.stride(1),
         ROWS=rows, KEPT=padded, num_warps=4 if padded <= 1024 else 8,
     )  # fmt: skip

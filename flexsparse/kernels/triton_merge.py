@@ -4,13 +4,12 @@ it takes those in any order and sorts them itself."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
@@ -167,8 +166,8 @@ def fill(
     width = next_power_of_two(max(2, kept * steps, capacity))
     together = max(1, _NUMBERS_A_PROGRAM // width)
     lanes = lists.batch * lists.heads
-    kernel: Any = _merge
-    kernel[(ceil_div(lanes * listed_rows, together),)](
+    dispatch(
+        _merge, (ceil_div(lanes * listed_rows, together),),
         indices, codes if codes is not None else indices, into.words,
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import next_power_of_two
 
@@ -137,8 +136,8 @@ def fill(
     at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(geometry.rows_per_tile * kept)))
     compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
     width = max(32, next_power_of_two(columns))
-    kernel: Any = _rows
-    kernel[(rows if at is None else len(at), lists.batch * lists.heads)](
+    dispatch(
+        _rows, (rows if at is None else len(at), lists.batch * lists.heads),
         indices.contiguous(), codes if codes is not None else indices, into.words,
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, columns,
         lists.batch * lists.heads, candidates, geometry.q_len, geometry.kv_len, heads,

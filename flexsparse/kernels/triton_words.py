@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.membership import WORD
 from flexsparse.shapes import ceil_div, next_power_of_two
 
@@ -46,8 +45,8 @@ def mark(given: Tensor, candidates: int) -> Tensor:
     width = min(_NUMBERS_A_PROGRAM, next_power_of_two(kept))
     together = _NUMBERS_A_PROGRAM // width
     lines = batch * heads * rows
-    kernel: Any = _mark
-    kernel[(ceil_div(lines, together), ceil_div(kept, width))](
+    dispatch(
+        _mark, (ceil_div(lines, together), ceil_div(kept, width)),
         given, words, lines, heads, rows, kept, candidates, *given.stride(),
         ROWS=together, KEPT=width, num_warps=4,
     )  # fmt: skip
@@ -135,8 +134,8 @@ def launch(
             kv_tile // 4,
             0x01010101,
         )
-    kernel: Any = _tile_codes
-    kernel[(rows * in_row, batch * heads)](
+    dispatch(
+        _tile_codes, (rows * in_row, batch * heads),
         words, found if codes is None else codes.contiguous(), found, bits,
         geometry.q_len, kv_len, rows, columns, lists.batch * lists.heads,
         heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
