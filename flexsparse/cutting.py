@@ -15,9 +15,8 @@ from torch import Tensor
 
 from flexsparse.coverage import Span
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
-from flexsparse.kernels.compress import expand
-from flexsparse.kernels.cut import Pieces, cut_lists, places
-from flexsparse.kernels.rows import pack_bits
+from flexsparse.kernels.cut import Laid, Pieces, cut_lists
+from flexsparse.kernels.tile_bits import tile_bits
 
 
 class Cuts(NamedTuple):
@@ -58,10 +57,9 @@ def launches_of(
     """A layout of four lists by row, and perhaps by column, as launches; on the device alone."""
     whole, pieces, rows = list(lists), [], None
     if cuts.row_slots:
-        cut = cut_lists(lists, cuts.row, cuts.row_slots)
+        cut = cut_lists(lists, cuts.row, cuts.row_slots, Laid(span.q_tile, span.q_len))
         whole, pieces = _rest(lists, cut), cut.lists
-        at = places(cut.owner, span.q_tile, span.q_len)
-        rows = Slots(at, at, cut.owner, cut.parts)
+        rows = Slots(cut.place, cut.place, cut.owner, cut.parts)
     if columns is None:
         return Launches(whole, pieces, rows, [], None)
     by_column = list(columns[:4])
@@ -81,8 +79,7 @@ def _rest(lists: Sequence[Tensor], cut: Pieces) -> list[Tensor]:
 def _turned(lists: Sequence[Tensor], span: Span, capacity: int) -> list[Tensor]:
     """The same tiles by column."""
     columns = span.tiles[1]
-    maps = torch.stack([expand(lists[i], lists[i + 1], columns) for i in (0, 2)])
-    return list(column_tiles(pack_bits(maps), columns, capacity)[:4])
+    return list(column_tiles(tile_bits(lists, columns), columns, capacity)[:4])
 
 
 def _columns_cut(
@@ -91,7 +88,8 @@ def _columns_cut(
     slots = cuts.column_slots
     # The end of the keys must stay the end: what is past it is known by its place.
     ragged = span.kv_len % span.kv_tile != 0
-    cut = cut_lists(by_column, cuts.column, slots, but_last=ragged)
+    laid = Laid(span.kv_tile, span.kv_len)
+    cut = cut_lists(by_column, cuts.column, slots, laid, but_last=ragged)
     rest = _rest(by_column, cut)
     found = [x if i % 2 == 0 else x + slots for i, x in enumerate(whole)]
     for i, (piece, own) in enumerate(zip(cut.lists, rest, strict=True)):
@@ -99,7 +97,6 @@ def _columns_cut(
             missing = own.shape[-1] - piece.shape[-1]
             piece = torch.nn.functional.pad(piece, (0, missing))
         found.append(torch.cat([piece, own], 2).contiguous())
-    at = places(cut.owner, span.kv_tile, span.kv_len)
-    keys = torch.arange(span.kv_len, dtype=torch.int32, device=at.device)
-    laid = torch.cat([at, keys.expand(*at.shape[:2], -1)], 2)
-    return found, Slots(at, laid, cut.owner, cut.parts)
+    keys = torch.arange(span.kv_len, dtype=torch.int32, device=cut.place.device)
+    all_laid = torch.cat([cut.place, keys.expand(*cut.place.shape[:2], -1)], 2)
+    return found, Slots(cut.place, all_laid, cut.owner, cut.parts)

@@ -20,7 +20,7 @@ from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import ColumnTiles, column_tiles
 from flexsparse.kernels.compress import expand
-from flexsparse.kernels.rows import pack_bits
+from flexsparse.kernels.tile_bits import tile_bits
 from flexsparse.listed import visible_pairs
 from flexsparse.occupancy import kernel_span, logical_span
 from flexsparse.ordering import Order
@@ -133,7 +133,7 @@ class Layout(Shown):
     def with_columns(self, capacity: int | None = None) -> Layout:
         """The layout with its lists by column, each as long as ``capacity``, by default all rows."""
         rows, columns = self.span.tiles
-        bits = pack_bits(torch.stack(self.tile_maps()))
+        bits = tile_bits(self.lists[:4], columns)
         capacity = rows if capacity is None else capacity
         return replace(self, columns=column_tiles(bits, columns, capacity)).cut(self.cuts)
 

@@ -20,7 +20,8 @@ from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import column_tiles
 from flexsparse.kernels.geometry import Geometry
-from flexsparse.kernels.rows import RowTiles, no_words, pack_bits, rewrite
+from flexsparse.kernels.rows import RowTiles, no_words, rewrite
+from flexsparse.kernels.tile_bits import tile_bits
 from flexsparse.layout import Layout
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div
@@ -108,7 +109,7 @@ def _convert(
         _rewrite_words(words, select, rows)
     _copy_all(layout.tables, program.tables(ahead.tables, words))
     if columns is not None:
-        bits = bits if at is None else pack_bits(torch.stack(layout.tile_maps()))
+        bits = bits if at is None else tile_bits(layout.lists[:4], span.tiles[1])
         _copy_all(columns, column_tiles(bits, span.tiles[1], columns.capacity))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import flexsparse as fs
 from flexsparse import lengths
@@ -16,7 +16,8 @@ from flexsparse.choice import BACKENDS
 from flexsparse.device import Ceilings
 from flexsparse.kernels import pieces
 from flexsparse.kernels.compress import compress, expand
-from flexsparse.kernels.cut import cut_lists, places
+from flexsparse.kernels.cut import Laid, cut_lists
+from flexsparse.kernels.tile_bits import tile_bits
 from flexsparse.masks import Causal, Softcap
 from flexsparse.measure.draws import long_tailed, past_blocks
 
@@ -37,7 +38,7 @@ def drawn_lists(shape: tuple[int, int, int], seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 6), (1, 3, 9)])
 def test_every_tile_is_walked_once(shape: tuple[int, int, int], longest: int, slots: int) -> None:
     lists = drawn_lists(shape, longest)
-    cut = cut_lists(lists, longest, slots)
+    cut = cut_lists(lists, longest, slots, Laid(4, 35))
     own = cut.owner[..., None].expand(-1, -1, -1, COLUMNS).long()
     for i, rest in ((0, cut.partial_num), (2, cut.full_num)):
         visits = expand(rest, lists[i + 1], COLUMNS).int()
@@ -57,9 +58,39 @@ def test_every_tile_is_walked_once(shape: tuple[int, int, int], longest: int, sl
 def test_the_last_list_can_be_left_whole() -> None:
     lists = [torch.full((1, 1, 2), 4, dtype=torch.int32), torch.arange(4).int().expand(1, 1, 2, 4)]
     lists += [torch.zeros_like(lists[0]), torch.zeros_like(lists[1])]
-    cut = cut_lists(lists, 2, 8, but_last=True)
+    cut = cut_lists(lists, 2, 8, Laid(4, 7), but_last=True)
     assert cut.partial_num.tolist() == [[[0, 4]]]
     assert cut.parts.tolist() == [[[2, 0, 0, 0, 0, 0, 0, 0]]]
+
+
+def test_lists_of_one_kind_may_be_narrower() -> None:
+    """Those of a rule are as wide as their longest needs."""
+    partial = torch.zeros(1, 1, 1, 30, dtype=torch.bool)
+    full = ~partial
+    partial[..., 0], full[..., 0] = True, False
+    cut = cut_lists([*compress(partial, 2), *compress(full, 29)], 10, 3, Laid(1, 1))
+    assert cut.lists[1].shape == cut.lists[3].shape == (1, 1, 3, 10)
+    assert cut.lists[0].tolist() == [[[1, 0, 0]]] and cut.lists[2].tolist() == [[[9, 10, 10]]]
+    found = torch.cat([row[:n] for row, n in zip(cut.lists[3][0, 0], cut.lists[2][0, 0], strict=True)])
+    assert found.tolist() == list(range(1, 30))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("but_last", [False, True])
+@pytest.mark.parametrize("slots", [1, 5, 700])
+@pytest.mark.parametrize("longest", [1, 7, 30])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 9), (1, 2, 1500)])
+def test_lists_are_cut_by_a_kernel_as_by_its_twin(
+    shape: tuple[int, int, int], longest: int, slots: int, but_last: bool, device: torch.device
+) -> None:
+    lists = drawn_lists(shape, slots)
+    laid = Laid(48, shape[-1] * 48 - 5)
+    twin = cut_lists(lists, longest, slots, laid, but_last=but_last)
+    here = [x.to(device) for x in lists]
+    kernel = cut_lists(here, longest, slots, laid, but_last=but_last)
+    for a, b in zip(tree_leaves(kernel), tree_leaves(twin), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.cpu(), b)
+    assert torch.equal(tile_bits(here, COLUMNS).cpu(), tile_bits(lists, COLUMNS))
 
 
 @pytest.mark.gpu
@@ -67,8 +98,8 @@ def test_the_last_list_can_be_left_whole() -> None:
 def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(0)
     size, length, dim, slots = 16, 91, 24, 20
-    cut = cut_lists(drawn_lists((2, 1, 6), 3), 4, slots)
-    place = places(cut.owner, size, length)
+    cut = cut_lists(drawn_lists((2, 1, 6), 3), 4, slots, Laid(size, length))
+    place = cut.place
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
