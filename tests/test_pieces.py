@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import flexsparse as fs
 from flexsparse import lengths
-from flexsparse.backends import Call, Work, tiles
+from flexsparse.backends import Call, Work, flex, tiles
 from flexsparse.choice import BACKENDS
 from flexsparse.device import Ceilings
 from flexsparse.kernels import pieces
@@ -135,14 +136,17 @@ def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: torch.device
         torch.testing.assert_close(kernel, twin)
 
 
-def uneven(seed: int = 0, longest: int = 12, rows: int = 12) -> fs.Selection:
+def uneven(
+    seed: int = 0, longest: int = 12, rows: int = 12, q_len: int | None = None
+) -> fs.Selection:
     """Lists of three blocks of 16, and one of ``longest``; -1 fills the rest. For 2 KV heads."""
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.rand(1, 2, rows, 12, generator=draw).argsort(-1)
     keep = torch.full((rows,), 3)
     keep[rows // 2] = longest
     chosen = torch.where(torch.arange(12) < keep[:, None], chosen, -1)
-    return fs.Selection.from_indices(chosen, kv_len=192, q_len=rows * 16, q_block=16, kv_block=16)
+    q_len = rows * 16 if q_len is None else q_len
+    return fs.Selection.from_indices(chosen, kv_len=192, q_len=q_len, q_block=16, kv_block=16)
 
 
 def inputs(q_len: int = 192, grads: bool = False) -> list[Tensor]:
@@ -304,6 +308,42 @@ def test_every_step_launches_the_same_programs(
     assert len(first) == 2
     for (program, score), (again, score_again) in zip(first, second, strict=True):
         assert program is again and score is score_again
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", [(16, 16), (64, 64), (128, 128)])
+@pytest.mark.parametrize("q_len", [1, 7, 192])
+def test_torch_is_told_of_each_launch_what_it_is(
+    q_len: int, tile: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of few queries are many rows, which torch's decoding kernel does not take."""
+    q, k, v = (torch.randn(1, 2, n, 64, dtype=dtype) for n in (q_len, 192, 192))
+    seen: list[Work] = []
+    told: list[dict[str, Any]] = []
+    own = tiles.run
+
+    def run(work: Work) -> tuple[Tensor, Tensor | None]:
+        seen.append(work)
+        return own(work)
+
+    monkeypatch.setattr(tiles, "run", run)
+    monkeypatch.setattr(flex, "run_with", lambda work, options: told.append(options))
+    plan = fs.make_plan(q, k, v, select=uneven(rows=-(-q_len // 16), q_len=q_len), split=1, tile=tile, backend="tiles")  # fmt: skip
+    plan.run(q, k, v)
+    assert len(seen) == 2 and seen[1].q.shape[2] >= 128
+    for work in seen:
+        with FakeTensorMode():
+            q, k, v = (torch.empty(x.shape, dtype=dtype, device="cuda") for x in work[:3])
+        flex.run(work._replace(q=q, k=k, v=v))
+        options, rows = told.pop(), q.shape[2]
+        if options.get("FORCE_USE_FLEX_ATTENTION"):
+            # torch's own tiles on Hopper.
+            mine = (128, 128) if dtype == torch.bfloat16 else (128, 32)
+            for at, name in enumerate(("fwd_BLOCK_M", "fwd_BLOCK_N")):
+                assert tile[at] % options.get(name, mine[at]) == 0
+        else:
+            assert rows < 128 and tile[0] % max(16, rows) == 0
+        assert not options.get("IS_DIVISIBLE", rows % 128 == 0) or rows % tile[0] == 0
 
 
 @pytest.mark.parametrize("split", [True, 0, -1, 1.5, "long"])

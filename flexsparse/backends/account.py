@@ -34,7 +34,9 @@ def _together(backend: str, layout: Layout, plain: bool) -> Together | None:
     if backend == decode.name:
         heads_a_lane = heads // kv_heads if decode.shares(layout) else 1
         return Together(heads_a_lane, decode.rows_held(heads_a_lane * rows, on_cuda))
-    if backend == flex.name and on_cuda and plain and flex.decoded(layout):
+    cut = layout.launches is not None and layout.launches.rows is not None
+    # Pieces hold more queries than are decoded.
+    if backend == flex.name and on_cuda and plain and not cut and flex.decoded(layout, rows):
         group = heads // kv_heads
         return Together(group, flex.decode_rows(rows, group))
     return None

@@ -85,13 +85,14 @@ def _decoding(work: Work, speech: Speech) -> bool:
     """Whether this work goes to torch's decoding kernel: its heads share a list, its tile fits."""
     if speech is not PLAIN or not work.q.is_cuda or work.grads or work.score is not None:
         return False
-    return decoded(work.layout)
+    return decoded(work.layout, work.q.shape[2])
 
 
-def decoded(layout: Layout) -> bool:
-    """The same of a layout, for calls on CUDA without gradients and score."""
+def decoded(layout: Layout, queries: int) -> bool:
+    """The same of a layout, for calls on CUDA without gradients and score. ``queries`` are those of the
+    launch: of pieces there are more than the layout has."""
     heads, kv_heads = layout.address.kernel_heads
-    group, queries = heads // kv_heads, layout.span.q_len
+    group = heads // kv_heads
     q_tile, kv_tile = layout.block_size
     rows = decode_rows(queries, group)
     return (
