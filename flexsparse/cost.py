@@ -116,26 +116,13 @@ def tiled_ms(
     return 1e3 * (time + rates.launch)
 
 
-class Step(NamedTuple):
-    """ms that one program takes for a tile: forward, backward in all, and of that by row."""
-
-    forward: float
-    backward: float
-    rows: float
-
-
 def step_ms(
     tile: tuple[int, int], backend: str, dims: Dims, box: Ceilings, rates: Rates = RATES
-) -> Step:
-    """Of tiles of ``tile`` rows and keys, where all processors are busy."""
-    forward, backward = _reached(backend, dims, rates)
+) -> float:
+    """What one program takes forward for a tile of ``tile`` rows and keys, where all processors are busy."""
+    forward, _ = _reached(backend, dims, rates)
     speed = box.matmul_flops_per_s * _of_height(tile[0], rates)
-    pair = 1e3 * tile[0] * tile[1] * box.processors / speed
-    return Step(
-        pair * _flops(dims) / forward,
-        pair * _backward_flops(dims) / backward,
-        pair * 2 * (2 * dims[0] + dims[1]) / backward,
-    )
+    return 1e3 * tile[0] * tile[1] * box.processors * _flops(dims) / (speed * forward)
 
 
 def dense_ms(

@@ -21,18 +21,17 @@ from flexsparse.device import ceilings
 from flexsparse.errors import BackendError
 from flexsparse.layout import Layout
 from flexsparse.occupancy import on_device_only
+from flexsparse.rates import CUTTING
 from flexsparse.shapes import ceil_div
 
-CUTTING = ("tiles", "flex", "flash")
+# Who runs pieces, and who is known to run them in less time than the rows take that they are of.
+WALKING = ("tiles", "flex", "flash")
+GAINING = ("flex",)
 # Lengths to cut at, in those of the mean list.
 _TIMES = (1, 2, 4, 8, 16, 32)
 # Slots for pieces, beside the most that any list needed, and rows that no kernel takes for decoding.
 _ROOM = 1.5
 _LEAST_ROWS = 128
-# What is to be gained of the whole time before anything is cut; and what a layout takes longer whose lists
-# are cut, in ms, in a graph.
-_GAIN = 0.05
-_CUTTING_MS = 0.16
 
 
 class Lengths(NamedTuple):
@@ -70,7 +69,7 @@ def lengths_of(numbers: Tensor, at: tuple[int, ...] | None = None) -> Lengths:
 def choose_cuts(
     layout: Layout, backend: Backend, call: Call, split: int | bool | None, why: list[str]
 ) -> Cuts | None:
-    """Which rows and columns are cut: as asked; else rows, where it is predicted to pay."""
+    """Which rows and columns are cut: as asked; else rows, where it is known and predicted to pay."""
     if split is False:
         return None
     if (refusal := refuses(backend, call)) is not None:
@@ -80,10 +79,10 @@ def choose_cuts(
     rows = layout.kv_num_blocks + layout.full_kv_num_blocks
     if split is not None:
         return _asked(split, rows, _columns(layout, backend, call), layout, why)
-    if backend.name == "tiles" or call.device.type != "cuda" or on_device_only(call.device):
+    if call.device.type != "cuda" or on_device_only(call.device):
         return None
     try:
-        return _weighed(rows, layout, backend, call, why)
+        return weighed(rows, layout, backend, call, why)
     except torch.OutOfMemoryError:
         # None is left to measure what the device can do.
         return None
@@ -103,7 +102,7 @@ def _columns(layout: Layout, backend: Backend, call: Call) -> Tensor | None:
 
 def refuses(backend: Backend, call: Call) -> str | None:
     """Why a backend cannot run pieces, or None."""
-    if backend.name not in CUTTING:
+    if backend.name not in WALKING:
         return f"backend {backend.name!r} walks no rows of tiles that could be cut"
     asking = replace(call, lse=True)
     return of_pieces(backend, asking).refuses(asking)
@@ -127,52 +126,44 @@ def _asked(
     )
 
 
-def _weighed(
+def weighed(
     rows: Tensor,
     layout: Layout,
     backend: Backend,
     call: Call,
     why: list[str],
 ) -> Cuts | None:
-    """Where the longest row takes so much that its pieces, and their making and merging, take less.
-
-    Columns are cut where asked only: with the first block's 256 readers in 16 pieces the backward of 16 of
-    256 blocks took 7.9 ms, and whole 7.5 (S=32768, flex, one H200).
-    """
+    """Rows forward by flex, where others wait so long for the longest that its pieces, and their making
+    and merging, take less; in training nothing is cut unasked."""
+    if backend.name not in GAINING or call.grads:
+        return None
     box = ceilings(call.device, call.dtype)
     dims = call.head_dim, call.v_head_dim
     step = step_ms(layout.block_size, backend.name, dims, box)
     address = layout.address
     lanes = address.kernel_batch(layout.grid.batch) * address.kernel_heads[0]
     sharing = lanes // rows.shape[:2].numel()
-    by_row = lengths_of(rows)
-    whole = by_row.tiles * sharing * (step.forward + call.grads * step.backward) / box.processors
-    beside = of_pieces(backend, replace(call, lse=True))
-    slower = step_ms(layout.block_size, beside.name, dims, box)
-    # dQ is gathered by row, but by FlashAttention-4, which adds it up from all columns.
-    walked = step.forward + (step.rows if call.grads and backend.name != "flash" else 0.0)
-    more = slower.forward - step.forward + call.grads * (slower.backward - step.backward)
-    element = call.dtype.itemsize * (1 + call.grads)
+    found = lengths_of(rows)
+    whole = found.tiles * sharing * step / box.processors
+    # Of a rule alone a layout is made once.
+    again = 1e3 * CUTTING.layout if layout.select is not None else 0.0
 
-    def saved_by_row(i: int) -> float:
+    def saved(i: int) -> float:
         # The pieces are a second launch, with a last program of its own.
-        gain = (by_row.longest - 2 * by_row.at[i]) * walked
-        slots = _row_slots(_room(by_row.slots[i]), layout)
-        moved = slots * lanes * layout.block_size[0] * element * sum(dims)
-        gain -= by_row.cut[i] * sharing * more / box.processors
-        return gain - 2 * moved_ms(moved, box) * (1 + call.grads) - _CUTTING_MS
+        waits = CUTTING.waits * (found.longest - 2 * found.at[i]) * step
+        slots = _row_slots(_room(found.slots[i]), layout)
+        moved = slots * lanes * layout.block_size[0] * call.dtype.itemsize * sum(dims)
+        return waits - moved_ms(moved, box) - again
 
-    best = max(range(len(by_row.at)), key=saved_by_row)
-    if (saved := saved_by_row(best)) <= _GAIN * whole:
+    best = max(range(len(found.at)), key=saved)
+    if (less := saved(best)) <= CUTTING.least * whole:
         return None
-    slots = _row_slots(_room(by_row.slots[best]), layout)
-    part = by_row.cut[best] / max(1, by_row.tiles)
+    part = found.cut[best] / max(1, found.tiles)
     why.append(
-        f"rows of more than {by_row.at[best]} tiles (the longest has {by_row.longest}; together "
-        f"{part:.0%} of all) are cut, their pieces run by {beside.name} and merged by lse: "
-        f"{saved:.2g} ms less predicted"
+        f"rows of more than {found.at[best]} tiles (the longest has {found.longest}; together "
+        f"{part:.0%} of all) are cut, their pieces merged by lse: {less:.2g} ms less predicted"
     )
-    return Cuts(by_row.at[best], slots)
+    return Cuts(found.at[best], _row_slots(_room(found.slots[best]), layout))
 
 
 def _room(slots: int) -> int:

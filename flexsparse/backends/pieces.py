@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,17 +48,17 @@ def _run(backend: Backend, work: Work) -> tuple[Tensor, Tensor | None]:
     launches = work.layout.launches
     if launches is None:
         return backend.run(work)
-    lists, keys, whole = launches.whole, launches.columns, work
+    keys, rows = launches.columns, launches.rows
     if work.grads and keys is not None:
-        lists = launches.trained
         k, v = (take(x, keys.place, keys.owner, keys.parts, True) for x in (work.k, work.v))
-        whole = _over(work._replace(k=k, v=v), "keys", keys)
-    rows = launches.rows
+        whole = _over(work._replace(k=k, v=v), launches.trained, "keys", keys)
+    else:
+        whole = work._replace(layout=replace(work.layout, **_named(launches.whole)))
     if rows is None:
-        return backend.run(_with(whole, lists))
+        return backend.run(whole)
     own, q = beside(work.q, rows.place, rows.owner, rows.parts)
-    out, lse = backend.run(_with(whole._replace(q=own), lists))
-    pieces = _with(_over(work._replace(q=q, lse=True), "rows", rows), launches.pieces)
+    out, lse = backend.run(whole._replace(q=own))
+    pieces = _over(work._replace(q=q, lse=True), launches.pieces, "rows", rows)
     found, found_lse = of_pieces(backend, work).run(pieces)
     assert found_lse is not None
     if lse is None:
@@ -79,13 +79,15 @@ def over(program: Program, axis: Axis) -> Program:
     return found
 
 
-def _over(work: Work, axis: Axis, slots: Slots) -> Work:
-    """The work over rows or keys as a launch takes them: whoever asks for a place reads its table."""
+def _over(work: Work, lists: list[Tensor], axis: Axis, slots: Slots) -> Work:
+    """The work over rows or keys as a launch takes them, and its lists: whoever asks for a place reads its
+    table."""
     score, tables = work.score, work.score_tables
     layout = replace(
         work.layout,
         program=over(work.layout.program, axis),
         tables=[slots.laid, *work.layout.tables],
+        **_named(lists),
     )
     if score is not None:
         score = over(score, axis)
@@ -93,17 +95,15 @@ def _over(work: Work, axis: Axis, slots: Slots) -> Work:
     return work._replace(layout=layout, score=score, score_tables=tables)
 
 
-def _with(work: Work, lists: list[Tensor]) -> Work:
-    """The work over other lists."""
+def _named(lists: list[Tensor]) -> dict[str, Any]:
+    """Lists of a launch as a layout has them."""
     columns = None
     if len(lists) > 4:
         columns = ColumnTiles(lists[4], lists[5], lists[6], lists[7], lists[4])
-    layout = replace(
-        work.layout,
-        kv_num_blocks=lists[0],
-        kv_indices=lists[1],
-        full_kv_num_blocks=lists[2],
-        full_kv_indices=lists[3],
-        columns=columns,
-    )
-    return work._replace(layout=layout)
+    return {
+        "kv_num_blocks": lists[0],
+        "kv_indices": lists[1],
+        "full_kv_num_blocks": lists[2],
+        "full_kv_indices": lists[3],
+        "columns": columns,
+    }

@@ -80,13 +80,13 @@ def join_into(
 ) -> Tensor:
     """Writes the rows of cut lists into ``out [B, H, Q, D]`` and ``lse [B, H, Q]``, from ``pieces
     [B, H, E * size, D]`` and their lse; gives the weight of each, ``[B, H, E * size]``."""
-    size = pieces.shape[2] // owner.shape[-1]
     weight = torch.zeros_like(of_pieces, memory_format=torch.contiguous_format)
     if _fuses(out):
         from flexsparse.kernels import triton_pieces
 
-        triton_pieces.join(out, lse, pieces, of_pieces, owner, parts, weight, size)
+        triton_pieces.join(out, lse, pieces, of_pieces, owner, parts, weight)
         return weight
+    size = pieces.shape[2] // owner.shape[-1]
     for at, slots, rows in _cut(owner, parts, out, size):
         here = rows.stop - rows.start
         own = of_pieces[at][slots].unflatten(0, (-1, size))[:, :here]
@@ -151,6 +151,11 @@ def beside(x: Tensor, place: Tensor, owner: Tensor, parts: Tensor) -> tuple[Tens
     """x for one kernel, and x at some places for another."""
     if torch.compiler.is_compiling() or not _fuses(x):
         return x, take(x, place, owner, parts, False)
+    if not _learns(x):
+        from flexsparse.kernels import triton_pieces
+
+        # Nobody asks for what stands around an operator, and the host pays for it.
+        return x, triton_pieces.take(x, place, False)
     kept: Any = _Beside
     found: tuple[Tensor, Tensor] = kept.apply(x, place, owner, parts)
     return found
@@ -165,6 +170,11 @@ def join(
     if torch.compiler.is_compiling() or not _fuses(out):
         out, lse, _ = join_pieces(*given)
         return out, lse
+    if not _learns(out, lse, pieces, of_pieces):
+        from flexsparse.kernels import triton_pieces
+
+        triton_pieces.join(out, lse, pieces, of_pieces, owner, parts, None)
+        return out, lse
     kept: Any = _Joined
     found: tuple[Tensor, Tensor] = kept.apply(*given)
     return found
@@ -173,6 +183,10 @@ def join(
 def _fuses(x: Tensor) -> bool:
     """Whether a kernel does it: what stands beside it is its specification, and exact in fp64."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+def _learns(*given: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def _cut(

@@ -44,7 +44,7 @@ def _cut(
     lane = tl.program_id(1).to(tl.int64)
     slot = program - chunks
     owner, begin, base = 0, 0, 0
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         row = chunk * LISTS + tl.arange(0, LISTS)
         inside = row < rows
         at = lane * rows + row

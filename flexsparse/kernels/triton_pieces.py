@@ -85,7 +85,7 @@ def add(grad: Tensor, owner: Tensor, parts: Tensor, total: Tensor, size: int) ->
 def _join(
     out, lse, pieces, of_pieces, owner, parts, weight, length, dim, slots, size, heads, list_batch,
     list_heads, out_b, out_h, out_n, lse_b, lse_h, lse_n, piece_b, piece_h, piece_n, own_b, own_h, own_n,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
@@ -117,7 +117,8 @@ def _join(
             at = first + j * size
             spot = pieces + b * piece_b + h * piece_h + at[:, None] * piece_n + d[None, :]
             found += share[:, None] * tl.load(spot, mask=inside, other=0.0).to(tl.float32)
-            tl.store(weight + lane * slots * size + at, share, mask=here)
+            if WEIGHS:
+                tl.store(weight + lane * slots * size + at, share, mask=here)
         spot = out + b * out_b + h * out_h + row.to(tl.int64)[:, None] * out_n + d[None, :]
         tl.store(spot, found.to(out.dtype.element_ty), mask=inside)
         whole = tl.where(mass == 0.0, float("-inf"), base + tl.log(divisor))
@@ -126,16 +127,19 @@ def _join(
 
 def join(
     out: Tensor, lse: Tensor, pieces: Tensor, of_pieces: Tensor, owner: Tensor, parts: Tensor,
-    weight: Tensor, size: int,
+    weight: Tensor | None,
 ) -> None:  # fmt: skip
-    """``out`` has rows of adjacent numbers."""
+    """``out`` has rows of adjacent numbers; without ``weight`` nobody is told what each piece weighs."""
+    size = pieces.shape[2] // owner.shape[-1]
     batch, heads, length, dim = out.shape
     pieces = pieces if pieces.stride(-1) == 1 else pieces.contiguous()
     dispatch(
         _join, (owner.shape[-1], batch * heads, ceil_div(size, _ROWS)),
-        out, lse, pieces, of_pieces, owner, parts, weight, length, dim, owner.shape[-1], size, heads,
+        out, lse, pieces, of_pieces, owner, parts, lse if weight is None else weight,
+        length, dim, owner.shape[-1], size, heads,
         owner.shape[0], owner.shape[1], *out.stride()[:3], *lse.stride(),
-        *pieces.stride()[:3], *of_pieces.stride(), ROWS=_ROWS, DIM=next_power_of_two(dim),
+        *pieces.stride()[:3], *of_pieces.stride(),
+        ROWS=_ROWS, DIM=next_power_of_two(dim), WEIGHS=weight is not None,
     )  # fmt: skip
 
 
