@@ -6,13 +6,13 @@ Where pieces stand follows from the lengths of all lists before: each program ad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.cut import Laid, buffers
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 # Lists whose lengths are read at once, entries and places that are written at once.
@@ -99,8 +99,8 @@ def launch(
     batch, heads, rows = partial_num.shape
     at_once = max(16, min(_MOST_LISTS, next_power_of_two(rows)))
     chunks = ceil_div(rows, at_once)
-    kernel: Any = _cut
-    kernel[(chunks + slots, batch * heads)](
+    dispatch(
+        _cut, (chunks + slots, batch * heads),
         partial_num, partial_idx, full_num, full_idx, *made,
         rows, slots, batch * heads, longest, partial_idx.shape[-1], full_idx.shape[-1],
         made[2].shape[-1], laid.size, laid.length, chunks,

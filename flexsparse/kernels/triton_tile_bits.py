@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 _MOST_WORDS = 32
@@ -47,8 +47,8 @@ def launch(lists: Sequence[Tensor], columns: int) -> Tensor:
     bits = partial_num.new_empty((2, *partial_num.shape, words))
     number = partial_num.numel()
     at_once = min(_MOST_WORDS, next_power_of_two(words))
-    kernel: Any = _bits
-    kernel[(number, ceil_div(words, at_once), 2)](
+    dispatch(
+        _bits, (number, ceil_div(words, at_once), 2),
         partial_num, partial_idx, full_num, full_idx, bits, number, words,
         partial_idx.shape[-1], full_idx.shape[-1],
         WORDS=at_once, ENTRIES=_ENTRIES, num_warps=_WARPS,
