@@ -16,6 +16,10 @@ _LOG2_E = 1.4426950408889634
 _PAIRS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 _TOKENS = 16
 _WINDOWS = 64
+# The same where the queries of a row are taken some after the other, in 16 bits: half as many pairs, over
+# twice as many windows, of channels that leave room for them.
+_PAIRS_OF_MANY, _WINDOWS_OF_MANY = 64, 128
+_MANY_BYTES = 256
 _FEWEST = 16
 # The channels of a query or key, so that tiles fit into shared memory.
 _MOST_BYTES = 512
@@ -129,6 +133,8 @@ def _block_mass(
             q, position, lse, b, first_head, one, i, head, real, q_len, q_b, q_h, q_i, position_b,
             SHARE, D, D_PAD,
         )  # fmt: skip
+        # What is no query weighs nothing by its normaliser.
+        lowest = tl.min(tl.where(real & (i < q_len), stands, 2147483647), 0)
     for block in range(first, some, AT_ONCE):
         window = block * STEP + START + n
         held = (window >= 0) & (window < count)
@@ -138,7 +144,10 @@ def _block_mass(
         if CHUNKS == 1:
             score = tl.dot(key, tl.trans(x), input_precision="tf32x3") * scale
             share = tl.exp2(score - norm[None, :])
-            share = tl.where(held[:, None] & (full <= stands[None, :]), share, 0.0)
+            begin = block * STEP + START
+            end_of_all = (begin + WINDOWS - 1) * STRIDE + LENGTH - 1
+            if (begin < 0) | (begin + WINDOWS > count) | (end_of_all > lowest):
+                share = tl.where(held[:, None] & (full <= stands[None, :]), share, 0.0)
             total = tl.sum(tl.reshape(share, [WINDOWS, TOKENS * HEADS, ROWS]), 1)
         else:
             total = tl.zeros([WINDOWS, ROWS], tl.float32)
@@ -198,9 +207,15 @@ def launch(
             q, keys, position, norm, q_len, count, lists, scale * _LOG2_E, *given, TOKENS=tokens,
             WINDOWS=_WINDOWS, **both, num_warps=4 if tokens * shared <= 64 else 8,
         )  # fmt: skip
+    asked = min(q_block, q_len)
+    windows = _WINDOWS
+    some_after_the_other = next_power_of_two(asked) > tokens
+    if some_after_the_other and q.element_size() == 2 and dim * 2 <= _MANY_BYTES:
+        windows = _WINDOWS_OF_MANY
+        tokens = max(1, min(_TOKENS, _PAIRS_OF_MANY // shared))
     # A row's queries lie side by side as far as they fit; several rows where they are few.
-    within = min(next_power_of_two(min(q_block, q_len)), tokens)
-    at_once = (_WINDOWS - of.width) // of.step + 1
+    within = min(next_power_of_two(asked), tokens)
+    at_once = (windows - of.width) // of.step + 1
     steps = min(ceil_div(blocks, at_once), _STEPS)
     if batch * lists * ceil_div(rows, tokens // within) < 256:
         # Few programs: their steps go side by side.
@@ -208,9 +223,9 @@ def launch(
     dispatch(
         _block_mass, (ceil_div(rows, tokens // within), batch * lists, ceil_div(blocks, at_once * steps)),
         q, keys, position, norm, mass, q_len, count, lists, rows, blocks, steps, scale * _LOG2_E, *given,
-        STEP=of.step, START=of.start, WIDTH=of.width, RISE=of.rise, SUMS=how == "sum", Q_BLOCK=min(q_block, q_len),
-        ROWS=tokens // within, TOKENS=within, CHUNKS=ceil_div(min(q_block, q_len), within), WINDOWS=_WINDOWS,
+        STEP=of.step, START=of.start, WIDTH=of.width, RISE=of.rise, SUMS=how == "sum", Q_BLOCK=asked,
+        ROWS=tokens // within, TOKENS=within, CHUNKS=ceil_div(asked, within), WINDOWS=windows,
         AT_ONCE=at_once, BLOCKS=next_power_of_two(at_once), **both,
-        num_warps=4,
+        num_warps=4, num_stages=3 if asked > within else 2,
     )  # fmt: skip
     return mass
