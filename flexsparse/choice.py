@@ -176,7 +176,7 @@ def choose_backend(name: str, call: Call, why: list[str], *, tiles_on_cpu: bool)
             "nor lse (backend='flex' takes it, forward only)"
         )
         return tiles
-    refusal = flash.refuses(call)
+    refusal = flash.refuses(call) or flash.compiles_long(call)
     if refusal is None and call.q_len < flash.TILE:
         refusal = f"{call.q_len} queries would leave most of its {flash.TILE} rows idle"
     if refusal is None:

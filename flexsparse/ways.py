@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexsparse.backends import Call, decode, dense, gather
+from flexsparse.backends import Call, decode, dense, flash, gather
 from flexsparse.choice import (
     BACKENDS,
     DEFAULT_TILE,
@@ -93,6 +93,8 @@ def ways(
             as_they_are = min((way.ms for way in found), default=math.inf)
             enough = [way for way in laid if cluster or way.ms < _ENOUGH * as_they_are]
             found = enough if cluster else found + enough
+    if flash.compiles_long(call):
+        found = [way for way in found if way.backend != "flash"]
     return _exact(found, call)
 
 

@@ -17,7 +17,7 @@ from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.masks import Alibi, Causal, Document, SlidingWindow
 from flexsparse.parameters import moved
-from flexsparse.program import mask_program, score_program
+from flexsparse.program import MaskProgram, mask_program, score_program
 
 SIZE = 200
 
@@ -126,8 +126,38 @@ def _judged(device: torch.device, lengths: tuple[int, int], **options: Any) -> N
     fs.check(*_draw(device, lengths, dims), backend="flash", **options).raise_if_failed()
 
 
+def _program(name: str) -> MaskProgram:
+    return mask_program(Identity(4, 2), Grid(SIZE, SIZE, batch=3), gallery.RULES[name], None, None)
+
+
+def _compiles_long(name: str) -> bool:
+    call = Call(
+        torch.device("cuda"),
+        torch.bfloat16,
+        64,
+        64,
+        SIZE,
+        False,
+        False,
+        False,
+        _program(name),
+        None,
+    )
+    return flash.compiles_long(call) is not None
+
+
+def test_rules_of_many_divisions_are_left_to_others() -> None:
+    """Neighbourhoods of images and videos compile for minutes; blocks and windows do not."""
+    long = {name for name in gallery.RULES if _compiles_long(name)}
+    assert {"neighborhood-whole image", "windows video", "sliding-tile image"} <= long
+    assert not long & {"dilated", "bigbird", "block-diagonal", "tree", "mixture", "fixed"}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", gallery.RULES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * _compiles_long(n)) for n in gallery.RULES],
+)
 def test_a_rule_of_the_gallery(name: str, device: torch.device) -> None:
     rule = moved(gallery.RULES[name], device)
     program = mask_program(Identity(4, 2), Grid(SIZE, SIZE, batch=3), rule, None, None)

@@ -17,7 +17,7 @@ from flexsparse.cost import Tiles, dense_ms, gathered_ms, tiled_ms
 from flexsparse.device import Ceilings
 from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
-from flexsparse.masks import Causal, SlidingWindow
+from flexsparse.masks import Causal, Neighborhood, SlidingWindow
 from flexsparse.program import mask_program, score_program
 from flexsparse.rules import as_rule
 from flexsparse.ways import Way, ways
@@ -237,3 +237,13 @@ def test_heights_are_no_shorter_than_rows_of_candidates(monkeypatch: pytest.Monk
         monkeypatch, (8, 8), (8192, 8192), indices=indices, blocks=(128, 128), has_flash=False
     )
     assert {way.tile for way in found if way.backend == "flex"} == {(128, 128)}
+
+
+def test_nobody_waits_minutes_for_a_kernel_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Neighborhood(canvas=(64, 64), kernel=(13, 13))
+    found = weigh(
+        monkeypatch, (8, 8), (4096, 4096), indices=torch.arange(4).expand(1, 8, 32, 4),
+        blocks=(128, 128), rule=image,
+    )  # fmt: skip
+    assert found[0].backend == "flex"
+    assert all(way.backend != "flash" for way in found)

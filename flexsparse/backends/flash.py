@@ -8,6 +8,7 @@ compile, or, where a mask_mod says nothing, with dense attention. So everything 
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from importlib.util import find_spec
 from types import CodeType
@@ -23,6 +24,9 @@ name = "flash"
 
 # Rows and keys that its Hopper kernels compute at once.
 TILE = 128
+# Of a rule, beyond which its kernels have compiled for more than 100 s; with so many, for less than 20.
+_MOST_DIVISIONS = 3
+_DIVISION = re.compile(r"torch\.ops\.aten\.(?:remainder|floor_divide|fmod)\.")
 _SPEECH = flex.Speech(mask_in_words, score_in_words, points=True)
 
 
@@ -44,6 +48,18 @@ def refuses(call: Call) -> str | None:
     if call.grads and call.lse:
         return "FlashAttention-4 has no backward through lse"
     return _unsaid(call.program, call.score)
+
+
+def compiles_long(call: Call) -> str | None:
+    """Why nobody should wait for these kernels who has not asked for them, or None."""
+    rule = call.program.rule
+    divisions = 0 if rule is None else len(_DIVISION.findall(rule.code))
+    if divisions <= _MOST_DIVISIONS:
+        return None
+    return (
+        f"its code repeats a rule for every pair of a tile, and {divisions} divisions of integers compile "
+        "for minutes (backend='flash' takes them)"
+    )
 
 
 def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
