@@ -110,9 +110,9 @@ class FoldedHeads(Identity):
         return batch * self.kv_heads
 
     def pack(self, x: Tensor, name: str) -> Tensor:
-        folded = (x.shape[0] * self.kv_heads, x.shape[1] // self.kv_heads, *x.shape[2:])
+        batch, heads, *rest = x.shape
         try:
-            return x.view(folded)
+            return x.view(batch * self.kv_heads, heads // self.kv_heads, *rest)
         except RuntimeError:
             raise LayoutError(
                 f"{name} with shape {list(x.shape)} and strides {list(x.stride())} cannot fold its KV "

@@ -70,7 +70,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if autocast_dtype(plan.device) is not None:
         return False
-    for x, shape in zip((q, k, v), _shapes(plan), strict=True):
+    for x, shape in zip((q, k, v), plan.shapes, strict=True):
         plain = isinstance(x, Tensor) and x.shape == shape and x.dtype is plan.dtype
         if not plain or x.device != plan.device or x.layout is not torch.strided:
             return False
@@ -79,7 +79,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses q, k and v of other shapes, dtype or device."""
-    for name, x, shape in zip("qkv", (q, k, v), _shapes(plan), strict=True):
+    for name, x, shape in zip("qkv", (q, k, v), plan.shapes, strict=True):
         if tuple(x.shape) != shape:
             raise ShapeError(
                 f"this plan was made for {name} {list(shape)}, got {list(x.shape)}: make a plan "
@@ -90,17 +90,6 @@ def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}: "
             "make a plan for it"
         )
-
-
-def _shapes(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Of q, k and v."""
-    q_heads, kv_heads, head_dim, v_head_dim = plan.shape
-    batch, q_len, kv_len = plan.grid.batch, plan.grid.q_len, plan.grid.kv_len
-    return (
-        (batch, q_heads, q_len, head_dim),
-        (batch, kv_heads, kv_len, head_dim),
-        (batch, kv_heads, kv_len, v_head_dim),
-    )
 
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,12 @@ class Layout(Shown):
             self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
         ]  # fmt: skip
         return rows if self.columns is None else [*rows, *self.columns[:4]]
+
+    @cached_property
+    def form(self) -> tuple[object, ...]:
+        """Sizes of tiles, lists and tables, by which its kernel is known."""
+        tables = [(t.shape, t.dtype) for t in self.tables]
+        return (self.block_size, *[x.shape for x in self.lists], *tables)
 
     @property
     def mask_mod(self) -> MaskMod:

@@ -54,12 +54,10 @@ def _form(work: Work, by: str) -> tuple[object, ...]:
         # Whose identity cannot be given away: the route holds it.
         tables = [(t.shape, t.dtype, t.requires_grad) for t in work.score_tables]
         scored = (id(work.score), *tables)
-    lists = layout.lists if work.grads else layout.lists[:4]
     return (
         by, work.scale, work.lse, work.grads, torch.is_grad_enabled(), q.dtype,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.requires_grad, k.requires_grad, v.requires_grad, layout.block_size,
-        *[x.shape for x in lists], *[(t.shape, t.dtype) for t in layout.tables], *scored,
+        q.requires_grad, k.requires_grad, v.requires_grad, layout.form, *scored,
     )  # fmt: skip
 
 
