@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if autocast_dtype(plan.device) is not None:
         return False
-    for x, shape in zip((q, k, v), plan.shapes, strict=True):
+    for x, shape in zip((q, k, v), _known(plan.shape, *_lengths(plan)), strict=True):
         plain = isinstance(x, Tensor) and x.shape == shape and x.dtype is plan.dtype
         if not plain or x.device != plan.device or x.layout is not torch.strided:
             return False
@@ -79,7 +80,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses q, k and v of other shapes, dtype or device."""
-    for name, x, shape in zip("qkv", (q, k, v), plan.shapes, strict=True):
+    for name, x, shape in zip("qkv", (q, k, v), _shapes(plan.shape, *_lengths(plan)), strict=True):
         if tuple(x.shape) != shape:
             raise ShapeError(
                 f"this plan was made for {name} {list(shape)}, got {list(x.shape)}: make a plan "
@@ -90,6 +91,26 @@ def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}: "
             "make a plan for it"
         )
+
+
+def _lengths(plan: Plan) -> tuple[int, int, int]:
+    return plan.grid.batch, plan.grid.q_len, plan.grid.kv_len
+
+
+def _shapes(
+    shape: tuple[int, int, int, int], batch: int, q_len: int, kv_len: int
+) -> tuple[tuple[int, ...], ...]:
+    """Of q, k and v."""
+    heads, kv_heads, head_dim, v_head_dim = shape
+    return (
+        (batch, heads, q_len, head_dim),
+        (batch, kv_heads, kv_len, head_dim),
+        (batch, kv_heads, kv_len, v_head_dim),
+    )
+
+
+# Not for compiled code, which warns of what is kept.
+_known = lru_cache(maxsize=256)(_shapes)
 
 
 def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -81,17 +80,6 @@ class Plan(Shown):
     """The plan that this one is a chunk of."""
     taken: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
     """What of (gradients, lse, gradients of the score's tensors) the backend was found to do."""
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k and v."""
-        heads, kv_heads, head_dim, v_head_dim = self.shape
-        batch, q_len, kv_len = self.grid.batch, self.grid.q_len, self.grid.kv_len
-        return (
-            (batch, heads, q_len, head_dim),
-            (batch, kv_heads, kv_len, head_dim),
-            (batch, kv_heads, kv_len, v_head_dim),
-        )
 
     @property
     def grid(self) -> Grid:

@@ -96,19 +96,19 @@ def judge(call: Call, device: torch.device, backend: str, grads: bool = True) ->
     fs.check(*inputs, **options, backend=backend, grads=grads, seed=call.seed).raise_if_failed()
 
 
-@settings(max_examples=250, **SETTINGS)
+@settings(max_examples=120, **SETTINGS)
 @given(calls())
 def test_tiles_agree_with_the_reference(call: Call) -> None:
     judge(call, torch.device("cpu"), "tiles")
 
 
-@settings(max_examples=150, **SETTINGS)
+@settings(max_examples=80, **SETTINGS)
 @given(uneven_calls())
 def test_rows_and_columns_in_pieces_agree_with_the_reference(call: Call) -> None:
     judge(call, torch.device("cpu"), "tiles")
 
 
-@settings(max_examples=150, **SETTINGS)
+@settings(max_examples=60, **SETTINGS)
 @given(clustered_calls())
 def test_clustered_rows_agree_with_the_reference(call: Call) -> None:
     judge(call, torch.device("cpu"), "tiles")
@@ -138,14 +138,14 @@ def test_tiles_agree_with_the_reference_at_length(call: Call) -> None:
 SELECTED = st.sampled_from(("shared", "kv", "query"))
 
 
-@settings(max_examples=100, **SETTINGS)
+@settings(max_examples=50, **SETTINGS)
 @given(calls(), SELECTED)
 def test_gathered_candidates_agree_with_the_reference(call: Call, sharing: str) -> None:
     pack = None if sharing == "query" else call.pack
     judge(dataclasses.replace(call, sharing=sharing, pack=pack), torch.device("cpu"), "gather")
 
 
-@settings(max_examples=100, **SETTINGS)
+@settings(max_examples=60, **SETTINGS)
 @given(calls())
 def test_dense_agrees_with_the_reference(call: Call) -> None:
     judge(call, torch.device("cpu"), "dense")
