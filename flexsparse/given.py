@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.library import custom_op
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexsparse.device import lasting
 from flexsparse.errors import SelectionError
@@ -41,13 +46,16 @@ class Given:
 
     @staticmethod
     def may_wait(tensor: Tensor) -> bool:
-        """Whether the host will see it if ``tensor`` changes, and nobody looks for what is computed."""
-        if torch.compiler.is_compiling():
+        """Whether sets may not be needed, the host will see it if ``tensor`` changes, and nobody looks
+        for what is computed."""
+        if torch.compiler.is_compiling() or not Given.spares(tensor):
             return False
-        traced = (
-            torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-        )
-        return type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference() or traced)
+        return type(tensor) is Tensor and not (tensor.is_inference() or _watched())
+
+    @staticmethod
+    def spares(tensor: Tensor) -> bool:
+        """Whether there are kernels that need no sets of it. Elsewhere numpy, too, may write there."""
+        return tensor.is_cuda
 
     @property
     def _version(self) -> int:
@@ -81,11 +89,16 @@ class Given:
         """int32 ``[B, H, R, width]``: unique, rising, then -1."""
         if torch.compiler.is_compiling():
             return self._traced()
+        with _ONE_AT_A_TIME:
+            return self._made_once()
+
+    def _made_once(self) -> Tensor:
         tensor = self.tensor
         if tensor is None:
             assert self._sets is not None
             return self._sets
-        made = _made(tensor, self.limit, self.shape[-1])
+        with _unwatched() if _watched() else nullcontext():
+            made = _made(tensor, self.limit, self.shape[-1])
         if self.captured and not _capturing(self.device):
             return made
         if tensor.is_cuda and not self.captured:
@@ -117,6 +130,23 @@ class Given:
         vars(self).update(state, _made_at=state["_sets"]._version, device=state["_sets"].device)
 
 
+# Threads that ask at once are given the same sets.
+_ONE_AT_A_TIME = RLock()
+
+
+def _watched() -> bool:
+    """Whether a transform or a mode takes what is computed for its own."""
+    modes: int = torch._C._len_torch_dispatch_stack()
+    return bool(modes or torch._C._functorch.peek_interpreter_stack())
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Sets outlive the transform or mode under which somebody first asks."""
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
 @lasting
 def _made(tensor: Tensor, limit: int, width: int) -> Tensor:
     return sorted_unique(tensor, limit, width)
@@ -128,8 +158,12 @@ def _capturing(device: torch.device) -> bool:
 
 @custom_op("flexsparse::counted_sets", mutates_args=())
 def counted_sets(indices: Tensor, limit: int, width: int, count: int) -> Tensor:
-    """The sets of indices that were given outside a compiled region, which must not have changed."""
-    if indices._version != count:
+    """The sets of indices that were given outside a compiled region, which must not have changed.
+
+    A copy that a compiler reads in their place has changed less often. A graph that is captured reads
+    them at each replay.
+    """
+    if indices._version > count and not _capturing(indices.device):
         raise SelectionError(_CHANGED)
     return sorted_unique(indices, limit, width)
 

@@ -284,6 +284,10 @@ def _check_form(indices: Tensor, rows: int, q_block: int) -> None:
             else ""
         )
         raise ArgumentError(f"indices must be int32 or int64, got {indices.dtype}{hint}")
+    if indices.layout != torch.strided:
+        raise ArgumentError(
+            f"indices must be a dense tensor, got {indices.layout}: give each row's candidates, padded with -1"
+        )
     if indices.ndim == 3:
         raise ShapeError(
             f"indices must be [B, H, R, K], got three axes {shape}: for [B, S_q, k] shared by all "

@@ -8,6 +8,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,8 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexsparse as fs
+from flexsparse.given import Given
 from flexsparse.kernels import dedupe, rows, words
 from flexsparse.kernels.as_given import given_tiles
 from flexsparse.kernels.geometry import Geometry, Lists
@@ -38,6 +43,12 @@ SETS = [[[[1, 3, -1, -1]], [[0, 1, 2, -1]]]]
 
 def chosen(indices: Tensor) -> fs.Selection:
     return fs.Selection.from_indices(indices, kv_len=4, q_len=1)
+
+
+@pytest.fixture(autouse=True)
+def lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, so that this is told here too."""
+    monkeypatch.setattr(Given, "spares", staticmethod(lambda tensor: not tensor.is_meta))
 
 
 @pytest.fixture
@@ -205,6 +216,73 @@ def test_attention_asks_again_with_the_same_selection(sorts: list[int]) -> None:
     indices.fill_(-1)
     again = fs.attention(q, k, v, select=select, backend="tiles")
     assert torch.equal(first, again) and len(sorts) == 1
+
+
+@pytest.mark.parametrize("alias", [Tensor.numpy, Tensor.detach, torch.from_dlpack])
+def test_on_a_cpu_a_selection_is_of_what_it_was_given_whoever_writes_there(
+    monkeypatch: pytest.MonkeyPatch, alias: Callable[[Tensor], Any]
+) -> None:
+    monkeypatch.undo()
+    indices = raw()
+    others = alias(indices)
+    select = chosen(indices)
+    others[...] = 0
+    assert select.indices.tolist() == SETS and select.given is None
+
+
+def fake(ask: Callable[[], Tensor]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ask()
+
+
+WATCHED: dict[str, Callable[[Callable[[], Tensor]], Any]] = {
+    "grad": lambda ask: torch.func.grad(lambda x: (x * ask()).sum())(torch.ones(4)),
+    "jvp": lambda ask: torch.func.jvp(lambda x: x * ask(), (torch.ones(4),), (torch.ones(4),)),
+    "vmap": lambda ask: torch.func.vmap(lambda x: x * ask())(torch.ones(3, 4)),
+    "functionalize": lambda ask: torch.func.functionalize(lambda x: x * ask())(torch.ones(4)),
+    "fake": fake,
+    "make_fx": lambda ask: make_fx(lambda x: x * ask())(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("under", WATCHED.values(), ids=WATCHED)
+def test_sets_that_are_asked_for_under_a_transform_outlive_it(
+    under: Callable[[Callable[[], Tensor]], Any],
+) -> None:
+    select = chosen(raw())
+    under(lambda: select.indices)
+    assert type(select.indices) is Tensor and not is_functorch_wrapped_tensor(select.indices)
+    assert torch.equal(select.indices, torch.tensor(SETS, dtype=torch.int32))
+
+
+def ask_into(select: fs.Selection, found: list[Tensor]) -> None:
+    found.append(select.indices)
+
+
+def test_threads_are_given_the_same_sets() -> None:
+    for _ in range(30):
+        select = chosen(torch.randint(0, 4, (1, 64, 1, 4)))
+        found: list[Tensor] = []
+        ask = [Thread(target=ask_into, args=(select, found)) for _ in range(4)]
+        for thread in ask:
+            thread.start()
+        for thread in ask:
+            thread.join()
+        assert len(found) == 4 and all(sets is select.indices for sets in found)
+        select.indices.fill_(0)
+        assert select.held._version > 0
+
+
+def test_a_compiler_may_read_a_copy_of_what_was_given() -> None:
+    """Inductor copies what does not stand evenly, and what it replays."""
+
+    def copies(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return lambda *args: graph(*(a.clone() if isinstance(a, Tensor) else a for a in args))
+
+    indices = raw()
+    indices.add_(0)
+    run = torch.compile(lambda s: s.indices + 0, fullgraph=True, backend=copies)
+    assert run(chosen(indices)).tolist() == SETS
 
 
 def shaken(draw: st.DrawFn, shape: tuple[int, ...], candidates: int) -> Tensor:

@@ -645,6 +645,8 @@ SELECTIONS: list[Case] = [
      ("kv_len", "an int", "'16'")),
     ("out_of_range unknown", lambda: given(ids(1, 1, Q, 4), out_of_range="ignore"), ArgumentError,
      ("out_of_range", "'error' or 'drop'", "'ignore'")),
+    ("sparse indices", lambda: given(ids(1, 1, Q, 4).to_sparse()), ArgumentError,
+     ("indices", "a dense tensor", "torch.sparse_coo", "padded with -1")),
     ("dsa of 4 axes", lambda: fs.adapters.dsa(ids(1, 1, Q, 4), kv_len=S), ShapeError,
      ("adapters.dsa", "[B, S_q, k]", "[1, 1, 8, 4]", "adapters.msa or nsa", "Selection.from_indices")),
     ("nsa of 3 axes", lambda: fs.adapters.nsa(ids(1, Q, 4), kv_len=S, block=4), ShapeError,
