@@ -97,7 +97,7 @@ class Given:
         if tensor is None:
             assert self._sets is not None
             return self._sets
-        with _unwatched() if _watched() else nullcontext():
+        with _plainly() if _transformed() else nullcontext():
             made = _made(tensor, self.limit, self.shape[-1])
         if self.captured and not _capturing(self.device):
             return made
@@ -135,14 +135,26 @@ _ONE_AT_A_TIME = RLock()
 
 
 def _watched() -> bool:
-    """Whether a transform or a mode takes what is computed for its own."""
-    modes: int = torch._C._len_torch_dispatch_stack()
-    return bool(modes or torch._C._functorch.peek_interpreter_stack())
+    """Whether a transform or a mode sees what is computed."""
+    return bool(torch._C._len_torch_dispatch_stack()) or _transformed()
+
+
+def _transformed() -> bool:
+    """Whether what is computed is a transform's or a tracer's own."""
+    modes = (torch._C._get_dispatch_mode(kind) for kind in _TRACERS)
+    return bool(torch._C._functorch.peek_interpreter_stack()) or any(modes)
+
+
+_TRACERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
-    """Sets outlive the transform or mode under which somebody first asks."""
+def _plainly() -> Iterator[None]:
+    """Sets outlive the transform or tracer under which somebody first asks."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 

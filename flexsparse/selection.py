@@ -29,8 +29,9 @@ class Selection(Shown):
     positions ``c * kv_block …``. H is 1 (shared by all heads), the number of KV heads, or the
     number of query heads; B is 1 or the batch. Made by `from_indices`, an adapter, or a selector.
 
-    What `from_indices` was given becomes sets when somebody first asks for ``indices``: a layout may
-    not need them. Until then a change of the given tensor in place is an error, never another set.
+    What `from_indices` was given becomes sets at once, on CUDA when somebody first asks for ``indices``:
+    a layout may not need them. Until then a change of the given tensor in place is an error; what torch
+    does not count, such as the writing of a kernel of one's own, must wait.
 
     >>> s = Selection.from_indices(torch.tensor([[[[3, 1, 3, -1]]]]), kv_len=4, q_len=1)
     >>> s.indices.tolist()
@@ -259,7 +260,8 @@ class Selection(Shown):
 
     def _kept(self) -> str:
         """How many candidates the rows have, where that is to be read: a CPU's own tensor, no traced one."""
-        changed = self._given is not None and not self._given.current
+        given = self._given
+        changed = given is not None and not (given.keeps or given.current)
         if self.device.type != "cpu" or changed:
             return ""
         own = type(self.indices) is Tensor

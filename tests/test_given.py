@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexsparse as fs
 from flexsparse.given import Given
@@ -118,6 +119,8 @@ def test_a_change_afterwards_is_none_of_the_sets() -> None:
     kept = select.indices
     indices.fill_(-1)
     assert select.indices is kept and kept.tolist() == SETS
+    kept.fill_(2)
+    assert ", 4 a row" in repr(select)
 
 
 def test_what_was_given_is_let_go_once_there_are_sets() -> None:
@@ -253,6 +256,22 @@ def test_sets_that_are_asked_for_under_a_transform_outlive_it(
     under(lambda: select.indices)
     assert type(select.indices) is Tensor and not is_functorch_wrapped_tensor(select.indices)
     assert torch.equal(select.indices, torch.tensor(SETS, dtype=torch.int32))
+
+
+def test_who_counts_operations_sees_those_that_make_sets() -> None:
+    class Counted(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    select = chosen(raw())
+    with Counted() as counted:
+        assert select.indices.dtype == torch.int32
+    assert counted.calls > 0
 
 
 def ask_into(select: fs.Selection, found: list[Tensor]) -> None:
