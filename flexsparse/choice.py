@@ -225,7 +225,8 @@ def ordered(
     if not holds_several(queries, select.q_block):
         raise LayoutError(
             f"cluster=True lays several rows of {select.q_block} queries into a tile, and tiles of "
-            f"{tile[0]}x{tile[1]} hold {queries} queries: give tile=, or leave cluster out"
+            f"{tile[0]}x{tile[1]} hold {queries} queries: give tile= of twice "
+            f"{select.q_block * address.rows_per_query} rows or a higher multiple, or leave cluster out"
         )
     if backend.name not in _ORDERING:
         raise BackendError(

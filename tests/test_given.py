@@ -498,3 +498,16 @@ def test_a_graph_reads_what_its_selection_was_given(blocks: tuple[int, int]) -> 
     kept = outside.indices
     captured(lambda: plan.layout(outside))
     assert outside.indices is kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_regions_that_read_copies_of_what_was_given(mode: str) -> None:
+    """An uneven view is copied, and so is what a graph replays; neither is a change."""
+    run = torch.compile(lambda s: s.indices + 0, fullgraph=True, mode=mode)
+    draw = torch.Generator().manual_seed(0)
+    room = torch.zeros(1, 2, 1, 5, dtype=torch.int64, device="cuda")
+    for _ in range(6):
+        fresh = torch.randint(-1, 4, (1, 2, 1, 4), generator=draw)
+        room[..., 1:] = fresh.cuda()
+        assert torch.equal(run(chosen(room[..., 1:])).cpu(), chosen(fresh).indices)

@@ -137,7 +137,7 @@ def test_inside_compiled_code() -> None:
         ({"fallback": "self"}, "ask single queries"),
         ({"empty": "error"}, "ask single queries"),
         ({"sanitize": True}, "ask single queries"),
-        ({"tile": (40, 16), "select": clustered(q_block=16)}, "give tile="),
+        ({"tile": (40, 16), "select": clustered(q_block=16)}, "give tile= of twice 16 rows"),
         ({"backend": "gather"}, "takes rows only as they are"),
         ({"cluster": 3}, "cluster must be None"),
         ({"select": None}, "rows of candidates"),

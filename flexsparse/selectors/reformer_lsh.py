@@ -29,7 +29,8 @@ class ReformerLSH(Selector):
     correction for repeats amounts to. The budget is at most ``2 * chunk * rounds`` keys; a smaller
     ``keep`` prefers those that meet in more rounds. One list a query head. ``shared_qk``: q and k are one
     projection, so a query's own key is seen only by who sees no other. Where they are two, a query in
-    whose bucket no key is seen keeps its own as well, so that none is left with nothing.
+    whose bucket no key is seen keeps its own as well, so that none is left with nothing while ``keep``,
+    of which a row of queries has one, reaches for all of them.
     """
 
     buckets: int = 16

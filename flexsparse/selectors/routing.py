@@ -29,8 +29,8 @@ class Routing(Selector):
     q and k are centred and scaled to length 1 first. ``centroids [Hkv or 1, clusters, D]`` replaces
     k-means of ``iterations`` rounds from keys spread evenly over the sequence, which sees all of it:
     under a causal rule a choice may depend on later tokens, as the paper's does. A query that is
-    near no centroid keeps its own key, which the paper leaves open. One list a query head; beyond ``keep`` keys, those
-    of more common clusters, then the earlier ones, are kept.
+    near no centroid keeps its own key, which the paper leaves open. One list a query head; beyond ``keep``
+    keys for a row of queries, those of more common clusters, then the earlier ones, are kept.
     """
 
     clusters: int = 8
