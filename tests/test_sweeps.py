@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import flexsparse as fs
-from flexsparse.backends import compiled, flash
+from flexsparse.backends import compiled, flash, flex
 from flexsparse.choice import BackendName
 from flexsparse.device import compiles
 from flexsparse.masks import Causal, SlidingWindow
@@ -105,3 +105,22 @@ def test_sizes_that_follow_the_length_vary_together(monkeypatch: pytest.MonkeyPa
         )
         made.append(fresh is not None)
     assert made == [True, True, False, False]
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_lists_of_a_sweep_make_few_kinds(selected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for the first length, one for all others in whole tiles, and one for the rest."""
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_first_sizes", {})
+    monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    for length in LENGTHS:
+        tiles = -(-length // 128)
+        # Lists as a GPU has them: of two candidates a row, or as wide as there are tiles.
+        width = 2 if selected else tiles
+        lists = [torch.empty((1, 1, tiles, width)[:n], device="meta") for n in (3, 4, 3, 4)]
+        qkv = [torch.empty(1, 2, length, 64, device="meta") for _ in range(3)]
+        compiled._kept(
+            ("kind",), [*qkv, *lists], lambda: lambda *call: call, "", (length % 128 == 0,),
+            flex._lengths(lists, selected),
+        )  # fmt: skip
+    assert len(compiled._kernels) == 3

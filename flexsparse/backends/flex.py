@@ -341,17 +341,20 @@ def _enter(
     found: tuple[Tensor, Tensor | None]
     found, kernel = entered(
         kind, call, lambda: _body(work, options, speech), label, what, lengths=(whole,),
-        together=_lengths(call[3]),
+        together=_lengths(call[3], work.layout.select is not None),
     )  # fmt: skip
     remember(work, "flash" if options.get("BACKEND") == "FLASH" else name, kernel)
     return found
 
 
-def _lengths(lists: list[Tensor]) -> frozenset[int]:
-    """Where among the sizes of a call those of q, k and v and of the lists follow the lengths."""
+def _lengths(lists: list[Tensor], selected: bool) -> frozenset[int]:
+    """Where among the sizes of a call those of q, k and v and of the lists follow the lengths.
+
+    Of a selection a row's list is as wide as its candidates need, however long the sequence.
+    """
     place, found = 12, [2, 6, 10]
-    for x in lists:
-        found += range(place + 2, place + x.ndim)
+    for i, x in enumerate(lists):
+        found += [place + 2] if selected and i < 4 else range(place + 2, place + x.ndim)
         place += x.ndim
     return frozenset(found)
 
