@@ -8,9 +8,10 @@ from flexsparse.errors import FlexSparseError
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, merge
-from flexsparse.plan import Plan, Result
+from flexsparse.plan import Plan
 from flexsparse.planning import make_plan
 from flexsparse.reference import reference
+from flexsparse.result import Result
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection

@@ -16,8 +16,9 @@ from flexsparse.device import autocast_dtype
 from flexsparse.given import Given
 from flexsparse.layout import Layout
 from flexsparse.parameters import held, is_number, settled
-from flexsparse.plan import Plan, Result
+from flexsparse.plan import Plan
 from flexsparse.planning import Choices, make_plan
+from flexsparse.result import Result
 from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
 from flexsparse.selection import Selection

@@ -14,6 +14,7 @@ from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.layout import Layout
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.telling import ANEW
 
 if TYPE_CHECKING:
     from flexsparse.plan import Plan
@@ -23,15 +24,18 @@ def check_select(plan: Plan, select: Selection | None) -> None:
     """Refuses a selection of another kind than this plan was made for."""
     if isinstance(select, Selector):
         raise ArgumentError(
-            "plan.layout needs a Selection, got a Selector: selector.select(q, k, plan.grid, "
-            "plan.rule) makes one"
+            f"plan.layout needs a Selection, got a Selector, which chooses for a q and k: {ANEW}"
         )
     member = plan.program.member
     if (select is None) != (member is None):
-        made, wanted = ("without", "with") if member is None else ("with", "without")
+        if member is not None:
+            raise LayoutError(
+                "this plan was made with a selection and is asked for a layout without one: give the next, "
+                f"plan.layout(selection), by a selector {ANEW}, or make a plan for calls without one"
+            )
         raise LayoutError(
-            f"this plan was made {made} a selection, and is asked {wanted} one: make a plan for calls "
-            f"{wanted} one"
+            "this plan was made without a selection, and is asked with one: make a plan for calls "
+            "with one"
         )
     if select is None or member is None:
         return

@@ -22,7 +22,7 @@ from flexsparse.attention import attended
 from flexsparse.choice import BackendName, Pack
 from flexsparse.errors import ArgumentError, BackendError
 from flexsparse.masks.causal import Causal
-from flexsparse.plan import Result
+from flexsparse.result import Result
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod
 from flexsparse.selection import Selection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,34 +24,15 @@ from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
 from flexsparse.moving import Step, check_step, move, ready, refuse_outside, refuse_past
 from flexsparse.occupancy import on_device_only
-from flexsparse.parameters import describe
 from flexsparse.program import MaskProgram, ScoreProgram
+from flexsparse.result import Result
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 from flexsparse.shown import Shown
+from flexsparse.telling import lines
 from flexsparse.updating import Rows, check_room, check_rows, update
-
-
-class Result(NamedTuple):
-    """``out [B, Hq, Q, Dv]``, ``lse [B, Hq, Q]`` where asked for, and what computed them."""
-
-    out: Tensor
-    lse: Tensor | None
-    plan: Plan
-    layout: Layout
-
-    @property
-    def partial(self) -> Partial:
-        """For `merge`; needs ``return_lse=True``."""
-        if self.lse is None:
-            raise ArgumentError("this result has no lse: run the plan with return_lse=True")
-        return Partial(self.out, self.lse)
-
-    def budget(self) -> Budget:
-        """What the algorithm asked for, and what the backend that ran touched. Reads the device."""
-        return self.plan._budget(self.layout, self.lse is not None, self.out.requires_grad)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +40,8 @@ class Plan(Shown):
     """What was decided for one shape and kind of call. ``print(plan)`` says it and why.
 
     ``plan.layout(selection)`` makes the layout of the next selection, on the device alone;
-    ``plan.run(q, k, v, layout)`` decides nothing any more.
+    ``plan.run(q, k, v, layout)`` decides nothing any more. A plan made with a selector holds what that chose
+    for the q and k it was made with; it does not choose again.
     """
 
     terms: Terms
@@ -403,15 +384,7 @@ class Plan(Shown):
         )
 
     def __str__(self) -> str:
-        q_heads, kv_heads, head_dim = self.shape[:3]
-        lines = [
-            f"Plan for {self.grid}, {q_heads} query and {kv_heads} KV heads of {head_dim}, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
-            f"  rule     {'none' if self.rule is None else describe(self.rule)}",
-            f"  score    {'none' if self.score is None else describe(self.score)}",
-            f"  backend  {self.backend}, {self.reads}, {self.address}",
-        ]
-        return "\n".join(lines + [f"  because  {why}" for why in self.reasons])
+        return lines(self)
 
 
 # Lists by column are cut to their need where whole they would take more than this beside K and V.

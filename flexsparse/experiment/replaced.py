@@ -8,7 +8,7 @@ from typing import Any
 from flexsparse import hf
 from flexsparse.budget import Budget
 from flexsparse.experiment.model import Read
-from flexsparse.plan import Result
+from flexsparse.result import Result
 
 
 class Replaced:

@@ -15,8 +15,9 @@ from flexsparse.experiment.model import QKV
 from flexsparse.masks.causal import Causal
 from flexsparse.measure.delivery import Dense
 from flexsparse.parameters import describe
-from flexsparse.plan import Plan, Result
+from flexsparse.plan import Plan
 from flexsparse.planning import make_plan
+from flexsparse.result import Result
 from flexsparse.rules import MaskRule
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.occupancy import on_device_only
+from flexsparse.parameters import describe
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.shapes import axes, ceil_div
@@ -94,6 +95,15 @@ class Cache:
             )
         self._refuse_other_keys(grid, q.device)
         return self._select(q, grid, rule)
+
+    def __repr__(self) -> str:
+        # What a graph has added, the device alone knows.
+        held = "up to" if self._held is None else f"{self._held} of"
+        b, h, d = self._form
+        return (
+            f"{type(self).__name__}({describe(self.selector)}, {held} {self.capacity} keys "
+            f"[{b}, {h}, n, {d}] on {self.length.device})"
+        )
 
     def _refuse_other_keys(self, grid: Grid, device: torch.device) -> None:
         """An append that was forgotten, or a grid that leaves keys out."""

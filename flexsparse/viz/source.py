@@ -20,6 +20,7 @@ from flexsparse.plan import Plan
 from flexsparse.program import MaskProgram, mask_program
 from flexsparse.rules import MaskMod, MaskRule, as_rule
 from flexsparse.selection import Selection
+from flexsparse.telling import selected
 from flexsparse.viz.asking import counted
 from flexsparse.viz.axis import Axis
 from flexsparse.viz.raster import Raster, assembled
@@ -222,14 +223,6 @@ def _of_layout(layout: Layout, name: str | None, b: int, h: int) -> Source:
     )
 
 
-def said(select: Selection) -> str:
-    """A selection in words, from its shape alone."""
-    kept = min(select.shape[-1], select.candidates)
-    keys = "keys" if select.kv_block == 1 else f"blocks of {select.kv_block} keys"
-    rows = "query" if select.q_block == 1 else f"{select.q_block} queries"
-    return f"at most {kept} of {select.candidates:,} {keys} for each {rows}"
-
-
 def _lane(select: Selection, b: int, h: int, heads: int) -> Selection:
     """``[1, 1, R, K]``: what sequence b and query head h of ``heads`` choose from."""
     batch = select.shape[0]
@@ -244,7 +237,7 @@ def _lane(select: Selection, b: int, h: int, heads: int) -> Selection:
 
 def _title(rule: str | None, select: Selection | None, program: MaskProgram, b: int, h: int) -> str:
     """What is shown, and of which sequence and head, where they differ."""
-    parts = [part for part in (rule, None if select is None else said(select)) if part]
+    parts = [part for part in (rule, None if select is None else selected(select)) if part]
     if program.uses_batch or (select is not None and select.shape[0] > 1):
         parts.append(f"sequence {b}")
     if program.uses_head or (select is not None and select.heads > 1):
