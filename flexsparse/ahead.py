@@ -21,11 +21,13 @@ from flexsparse.versions import Versions
 
 
 class Element(NamedTuple):
-    """What one key costs: its head dims and the bytes of a number."""
+    """What one key costs: its head dims and the bytes of a number. Not ``given`` where no tensor said so:
+    then that of most language models."""
 
     head_dim: int = 128
     v_head_dim: int = 128
     itemsize: int = 2
+    given: bool = False
 
 
 class Terms(NamedTuple):

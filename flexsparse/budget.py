@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
+from flexsparse.ahead import Element
 from flexsparse.kernels import membership
 from flexsparse.shapes import ceil_div
 from flexsparse.shown import Shown
@@ -55,7 +56,8 @@ class Budget(Shown):
     tile want different keys, and tiles that hang over the lengths, as all do when decoding one query;
     keys of a block that the rule hides. ``kv_bytes`` is what visiting the tiles, or gathering the keys,
     reads of K and V if heads that share a list share the reading; dense attention reads each head's K and
-    V at least once. ``metadata_bytes`` are the lists and tables, or indices, or mask; ``kv_bytes_if`` and
+    V at least once. Flops and bytes count with the head dims and bytes a number of the call's tensors; where
+    a layout was made without any, as by `build_layout`, with the ``assumed`` ones. ``metadata_bytes`` are the lists and tables, or indices, or mask; ``kv_bytes_if`` and
     ``metadata_bytes_if`` put the three ways to share side by side.
     """
 
@@ -73,6 +75,8 @@ class Budget(Shown):
     kv_bytes_if: Sharing
     metadata_bytes_if: Sharing
     counted: Counted = "tiles"
+    assumed: Element | None = None
+    """Head dims and bytes a number that no tensor gave: 128, 128 and 2."""
 
     @property
     def inflation(self) -> float:
@@ -97,6 +101,12 @@ class Budget(Shown):
             "keys": ("with keys gathered for each query", "keys a query"),
             "pairs": ("of dense attention", "keys a query"),
         }[self.counted]
+        taken = []
+        if (size := self.assumed) is not None:
+            taken = [
+                f"assumed   head dims {size.head_dim} of K and {size.v_head_dim} of V, {size.itemsize} bytes a "
+                "number, for flops and bytes: no tensor gave them (a plan's budget has its tensors')"
+            ]
         return "\n".join(
             [
                 f"logical   {self.logical_pairs:,} pairs ({self.density:.1%} of all pairs), "
@@ -109,6 +119,7 @@ class Budget(Shown):
                 f"if shared {ways.shared:,} + {lists.shared:,}; per KV head {ways.per_kv_head:,} + "
                 f"{lists.per_kv_head:,}; per query head {ways.per_query_head:,} + "
                 f"{lists.per_query_head:,}",
+                *taken,
             ]
         )
 
@@ -201,6 +212,7 @@ def budget_of(layout: Layout, touched: Touched) -> Budget:
         kv_bytes_if=Sharing(*(n * key_bytes for n in vars(touched.keys_if).values())),
         metadata_bytes_if=Sharing(*(n * grid.batch * touched.list_bytes for n in lists)),
         counted=touched.counted,
+        assumed=None if element.given else element,
     )
 
 

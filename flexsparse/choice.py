@@ -14,7 +14,7 @@ from flexsparse.address import (
     folds_without_copy,
     taken,
 )
-from flexsparse.arguments import tile_size
+from flexsparse.arguments import SMALLEST_TILE, tile_size
 from flexsparse.backends import Backend, Call, decode, dense, flash, flex, gather, tiles
 from flexsparse.errors import ArgumentError, BackendError, LayoutError
 from flexsparse.grid import Grid
@@ -75,6 +75,7 @@ def choose_address(
         why.append("KV heads are folded as asked")
         return FoldedHeads(heads, kv_heads)
     if pack == "identity":
+        why.append("heads are laid as they are, as asked")
         return Identity(heads, kv_heads)
     if backend not in UNTILED and _packs(q, k, v, select):
         why.append(
@@ -263,6 +264,8 @@ def choose_tile(
 ) -> tuple[int, int]:
     if tile is None and (backend is decode or (backend is flex and flex.decodes(call))):
         return _decoding_tile(backend, call, why, select)
+    if tile is not None:
+        why += asked_for(tile_size(tile), backend)
     if backend.name in UNTILED:
         # Its layout has tiles, which nobody visits.
         why = []
@@ -271,7 +274,7 @@ def choose_tile(
         asked = tile_size(tile)
     elif isinstance(address, PackedHeads) and select is not None and unit[0] < DEFAULT_TILE[0]:
         asked = _packed_tile(grid, address, select, call, why)
-    elif backend is tiles and select is not None and _in_step(call, grid, address):
+    elif backend is tiles and select is not None and _in_step(call, address):
         asked = _stepped_tile(grid, address, select, why)
     else:
         asked = DEFAULT_TILE
@@ -293,6 +296,16 @@ def choose_tile(
             f"{backend.name} computes at once{' in its backward' if call.grads else ''}"
         )
     return given
+
+
+def asked_for(tile: tuple[int, int], backend: Backend) -> list[str]:
+    """What is to be said of a tile that was asked for."""
+    said = f"a tile of {tile[0]}x{tile[1]} was asked for"
+    if backend.name in UNTILED:
+        return [f"{said}, but {backend.name} visits none"]
+    if tile[0] % SMALLEST_TILE or tile[1] % SMALLEST_TILE:
+        said += f"; no multiple of {SMALLEST_TILE}, which is what tensor cores take at once"
+    return [said]
 
 
 def _decoding_tile(
@@ -328,17 +341,23 @@ def _packed_tile(
     return rows, keys
 
 
-def _in_step(call: Call, grid: Grid, address: Identity) -> bool:
-    """Whether plain torch on CPU has so much to do that its tile is worth a look at the candidates."""
-    pairs = grid.batch * address.heads * grid.q_len * grid.kv_len
+def _in_step(call: Call, address: Identity) -> bool:
+    """Whether plain torch on CPU runs single heads, and candidates may be looked at."""
     on_cpu = call.device.type == "cpu" and not on_device_only(call.device)
-    return on_cpu and address.rows_per_query == 1 and pairs >= LEAST_PAIRS
+    return on_cpu and address.rows_per_query == 1
 
 
 def _stepped_tile(
     grid: Grid, address: Identity, select: Selection, why: list[str]
 ) -> tuple[int, int]:
     """As small as pays for what candidates leave of larger tiles, in plain torch."""
+    pairs = grid.batch * address.heads * grid.q_len * grid.kv_len
+    if pairs < LEAST_PAIRS:
+        why.append(
+            "tiles of {}x{}: {:,} pairs are too few to weigh smaller ones, which takes a look at the "
+            "candidates, from {:,} on; tile= sets them".format(*DEFAULT_TILE, pairs, LEAST_PAIRS)
+        )
+        return DEFAULT_TILE
     if select.kv_block < LEAST_BLOCK:
         why.append(
             "tiles of {}x{}: smaller ones are weighed for blocks of {} keys and more alone".format(

@@ -182,7 +182,8 @@ class Layout(Shown):
 
     def budget(self) -> Budget:
         """What the algorithm asked for, and what a kernel that visits these tiles touches, each head by
-        itself; counted without a clock.
+        itself; counted without a clock. Made without tensors, flops and bytes assume head dims of 128 and 2
+        bytes a number, and ``print`` says so.
 
         A layout knows no backend. Those that gather keys, compute all pairs or walk a list for several
         heads at once touch something else: `Result.budget` and `Plan.budget` count what was run.

@@ -29,6 +29,7 @@ from flexsparse.choice import (
     UNTILED,
     BackendName,
     Pack,
+    asked_for,
     choose_address,
     choose_backend,
     choose_tile,
@@ -163,6 +164,8 @@ def make_plan(
         score_code = score_code and replace(score_code, address=address)
         reasons = [f"{weighed[0]} predicted", *(f"next {way}" for way in weighed[1:3])]
         reasons += remarks(chosen, call)
+        asked = [] if pack is None else [f"heads were asked to be laid by pack={pack!r}"]
+        reasons += asked + ([] if tile is None else asked_for(tile_size(tile), chosen))
         cluster = weighed[0].ordered
     else:
         # A tile that was asked for is kept, and what may be trained later can be.
@@ -180,7 +183,7 @@ def make_plan(
         q.device,
         check_empty(empty),
         check_flag("sanitize", sanitize),
-        Element(q.shape[3], v.shape[3], q.dtype.itemsize),
+        Element(q.shape[3], v.shape[3], q.dtype.itemsize, given=True),
         None if grads and chosen.name not in UNTILED else 0,
     )
     plan = Plan(
