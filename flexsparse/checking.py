@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class Report(Shown):
     stage: str | None
     detail: str | None
     rows: int
+    unseeing: tuple[int, int] = (0, 0)
+    """How many of the compared rows, each of a sequence, head and query, see no key; and of how many."""
 
     @property
     def ok(self) -> bool:
@@ -76,8 +78,29 @@ class Report(Shown):
                 f"{d.name:10} {d.error:10.2e} {d.plain_error:10.2e} {d.budget:10.2e}  "
                 f"{list(d.worst)}{mark}"
             )
+        lines += [self.remark] if self.remark else []
         verdict = "ok" if self.ok else f"first difference: {self.stage}; {self.detail}"
         return "\n".join([*lines, f"{self.rows} query rows of {self.plan.backend}: {verdict}"])
+
+    @property
+    def remark(self) -> str:
+        """What is right, and may yet not be what was meant: rows that see no key."""
+        none, of = self.unseeing
+        if not none:
+            return ""
+        layout, remedies = self.plan.first, ["empty='error' (refuses them)"]
+        select = None if layout is None else layout.select
+        if select is not None and select.q_block > select.kv_block:
+            remedies[:0] = [
+                f"a q_block no wider than the block (here {select.q_block} and {select.kv_block}: what a row "
+                "selects may lie past its first queries)"
+            ]
+        if select is not None:
+            remedies[:0] = ["fallback='self' (their own key)"]
+        return (
+            f"{none:,} of {of:,} rows see no key ({none / of:.1%}), with out 0 and lse -inf; to change "
+            f"that: {', '.join(remedies)}"
+        )
 
     def raise_if_failed(self) -> None:
         if not self.ok:
@@ -172,8 +195,14 @@ def check(
         )
         for name in got
     )
-    stage, detail = _first_stage(plan, q, sampled, common, differences)
-    return Report(plan, differences, stage, detail, len(sampled))
+    seen = allowed(
+        grid, q.shape[1], rule=rule, select=select, fallback=fallback, rows=sampled
+    )  # fmt: skip
+    stage, detail = _first_stage(plan, q, sampled, seen, differences)
+    sees = seen.any(-1)
+    return Report(
+        plan, differences, stage, detail, len(sampled), (int((~sees).sum()), sees.numel())
+    )
 
 
 def _gives_lse(plan: Plan, grads: bool) -> bool:
@@ -296,19 +325,11 @@ def _first_stage(
     plan: Plan,
     q: Tensor,
     rows: Tensor,
-    common: Mapping[str, Any],
+    seen: Tensor,
     differences: Sequence[Difference],
 ) -> tuple[str | None, str | None]:
     layout = plan.first
     assert layout is not None
-    seen = allowed(
-        plan.grid,
-        q.shape[1],
-        rule=common["rule"],
-        select=common["select"],
-        fallback=common["fallback"],
-        rows=rows,
-    )
     wrong = layout.dense(rows) != seen
     if bool(wrong.any()):
         b, h, row, key = (int(i) for i in wrong.nonzero()[0])

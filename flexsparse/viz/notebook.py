@@ -13,6 +13,7 @@ from html import escape
 import torch
 from torch import Tensor
 
+from flexsparse import telling
 from flexsparse.budget import Budget
 from flexsparse.checking import Report
 from flexsparse.errors import FlexSparseError
@@ -25,7 +26,7 @@ from flexsparse.selection import Selection
 from flexsparse.viz import svg, words
 from flexsparse.viz.palette import LIGHT
 from flexsparse.viz.raster import Raster
-from flexsparse.viz.source import Showable, said, source
+from flexsparse.viz.source import Showable, source
 
 # A rule is shown on this many tokens; a selection or a layout no longer, and no larger, than this.
 _TOKENS = 48
@@ -63,7 +64,7 @@ def _selection(select: Selection) -> str:
     ]
     short = max(select.q_len, select.kv_len) <= _LONGEST
     picture, why = _drawn(select, [select.indices]) if short else ("", "too long to draw here")
-    return _page(f"Selection: {said(select)}", _with(rows, why), picture)
+    return _page(f"Selection: {telling.selected(select)}", _with(rows, why), picture)
 
 
 @html.register
@@ -75,7 +76,7 @@ def _layout(layout: Layout) -> str:
         ("lists", f"{b} sequences, {h} heads, {_device(layout.kv_indices)}"),
         ("address", layout.address),
         ("rule", layout.program.rule.name.removeprefix("rule ") if layout.program.rule else "none"),
-        ("selection", said(layout.select) if layout.select is not None else "none"),
+        ("selection", telling.selected(layout.select)),
         ("picture", "sequence 0, head 0"),
     ]
     short = max(layout.grid.q_len, layout.grid.kv_len) <= _LONGEST
@@ -91,10 +92,7 @@ def _plan(plan: Plan) -> str:
         ("grid", plan.grid),
         ("heads", f"{heads} query, {kv_heads} KV, of {head_dim} and {v_head_dim}"),
         ("tensors", f"{str(plan.dtype).removeprefix('torch.')} on {plan.device}"),
-        ("rule", "none" if plan.rule is None else describe(plan.rule)),
-        ("score", "none" if plan.score is None else describe(plan.score)),
-        ("backend", f"{plan.backend}, {plan.reads}, {plan.address}"),
-        *(("because", why) for why in plan.reasons),
+        *telling.rows(plan),
     ]
     return _page("Plan", rows)
 
@@ -127,7 +125,8 @@ def _report(report: Report) -> str:
     )
     said = "ok" if report.ok else f"first difference: {report.stage}; {report.detail}"
     title = f"{report.rows} query rows of {report.plan.backend}: {said}"
-    return _page(title, [], f"<table><tr>{head}</tr>{body}</table>")
+    remark: Rows = [("empty", report.remark)] if report.remark else []
+    return _page(title, remark, f"<table><tr>{head}</tr>{body}</table>")
 
 
 def _drawn(shown: Showable, tensors: list[Tensor], q_len: int | None = None) -> tuple[str, str]:
