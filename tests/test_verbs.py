@@ -71,6 +71,24 @@ def test_show_a_configuration(shell: Shell) -> None:  # noqa: F811
     assert code == 0 and out.startswith("Causal(), at most") and "head 3" in out
 
 
+def test_show_draws_the_tiles_of_the_run(shell: Shell) -> None:  # noqa: F811
+    """Where the plan weighs, a row without a tile of its own is not shown with the default one."""
+    quest = "{quest: {block: 16, keep: 3, q_block: 16}}"
+    (shell.folder / "long.yaml").write_text(
+        "name: long\ninput: {random: {heads: 6, kv_heads: 2, q_len: 500, head_dim: 32}}\nrepeats: 1\n"
+        f"rows:\n  - {{name: a, rule: causal, select: {quest}}}\n  - {{name: b, rule: causal}}\n"
+        "  - {name: c, rule: causal, tile: 32}\n"
+    )
+    code, _, _ = shell("run", "long.yaml", "check=16")
+    rows = [
+        json.loads(x) for x in (shell.folder / "results/long/rows.jsonl").read_text().splitlines()
+    ]
+    assert code == 0 and len({tuple(row["tile"]) for row in rows}) == 3
+    for row in rows:
+        _, out, _ = shell("show", "long.yaml", "--row", row["name"])
+        assert "tiles of {}x{}".format(*row["tile"]) in " ".join(out.split())
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_show_writes_a_file(shell: Shell, suffix: str) -> None:  # noqa: F811
     (shell.folder / "pictured.yaml").write_text(CONFIG)
@@ -92,6 +110,10 @@ WRONG = [
     (["show", "causal", "--row", "a"], "causal has none"),
     (["show", "small.yaml", "--row", "windo"], "(did you mean 'window'?); it has window"),
     (["show", "small.yaml", "--tokens", "9"], "leave out --tokens"),
+    (
+        ["show", "small.yaml", "--tile", "32"],
+        "leave out --tile, or set that of a row, rows.0.tile=32",
+    ),
     (["show", "small.yaml", "--head", "2"], "--head must be one of 0 to 1, got 2"),
     (
         ["show", "causal", "--tokens", "0"],

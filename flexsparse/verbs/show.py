@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,11 @@ import typer
 from flexsparse.errors import ArgumentError, ConfigError, FlexSparseError
 
 if TYPE_CHECKING:
+    import torch
+
     from flexsparse.experiment.config import Input
     from flexsparse.experiment.load import Case, Experiment
     from flexsparse.experiment.model import QKV
-    from flexsparse.rules import MaskRule
-    from flexsparse.selection import Selection
-    from flexsparse.selectors.base import Selector
     from flexsparse.viz.source import Source
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -37,7 +37,10 @@ def show(
     ] = None,
     tile: Annotated[
         int | None,
-        typer.Option(help="Tile size, by default 16, or 128 past 512 tokens.", show_default=False),
+        typer.Option(
+            help="Tile size of a rule or selector, by default 16, or 128 past 512 tokens.",
+            show_default=False,
+        ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="The query head that is shown.")] = 0,
     row: Annotated[
@@ -55,14 +58,19 @@ def show(
 
     RULE is a gallery name, my_lab.rules:Name, ./file.py:Name, a rule as configurations write it,
     '{and: [causal, {sliding_window: {size: 128}}]}', or a configuration, whose rows are shown on
-    its own inputs. Selectors are shown on random queries and keys under a causal rule.
+    its own inputs, in the tiles that `run` takes here. Selectors are shown on random queries and keys under a causal rule.
     """
     if out is not None and out.suffix not in FORMATS:
         raise ConfigError(f"--out must end in {', '.join(FORMATS)}, got {out}")
     if Path(name).suffix in (".yaml", ".yml"):
-        lengths = {"--tokens": tokens, "--keys": keys, "--tile": tile}
+        lengths = {"--tokens": tokens, "--keys": keys}
         if given := [option for option, value in lengths.items() if value is not None]:
-            raise ConfigError(f"{name} says its own lengths and tiles: leave out {given[0]}")
+            raise ConfigError(f"{name} gives the lengths, as its input: leave out {given[0]}")
+        if tile is not None:
+            raise ConfigError(
+                f"the rows of {name} are shown with the tiles that `run` takes: leave out --tile, or set "
+                f"that of a row, rows.0.tile={tile}"
+            )
         sources = _rows(name, arguments or [], row, head)
     elif row is not None:
         raise ConfigError(f"--row names a row of a configuration, CONFIG.yaml; {name} has none")
@@ -80,8 +88,11 @@ def show(
 def _one(
     name: str, arguments: list[str], q_len: int, kv_len: int, tile: int | None, head: int
 ) -> Source:
+    import torch
+
     from flexsparse.experiment.config import Input, RandomInput
     from flexsparse.experiment.named import named
+    from flexsparse.grid import Grid
     from flexsparse.masks.causal import Causal
     from flexsparse.resolve import kind_of
     from flexsparse.viz.source import source
@@ -97,11 +108,11 @@ def _one(
     if kind != "selector":
         what = "a score, which hides nothing" if kind == "score" else f"a {type(made).__name__}"
         raise ArgumentError(f"show draws rules, selectors and configurations; {name} is {what}")
+    _refuse_long(q_len, kv_len)
     heads = head + 1
-    given = Input(
-        random=RandomInput(heads=heads, q_len=q_len, kv_len=kv_len, head_dim=64),
-    )
-    select = _selected(made, Causal(), given, "float32", 0, None)
+    shape = RandomInput(heads=heads, q_len=q_len, kv_len=kv_len, head_dim=64)
+    q, k, _ = _inputs(Input(random=shape), torch.float32, torch.device("cpu"), 0)
+    select = made.select(q, k, Grid(q_len, kv_len), Causal())
     return source(Causal(), q_len, kv_len, select=select, tile=tile, h=head, heads=heads)
 
 
@@ -120,76 +131,72 @@ def _rows(file: str, overrides: list[str], row: str | None, head: int) -> dict[s
 
 
 def _case(case: Case, experiment: Experiment, head: int) -> Source:
-    """A row on the inputs of its configuration; a fallback is not drawn."""
-    from flexsparse.experiment.config import as_tile
+    """A row on the inputs of its configuration, in the tiles of the plan that a run makes here."""
+    import torch
+
+    from flexsparse.experiment.config import as_fallback, as_tile
+    from flexsparse.parameters import moved
+    from flexsparse.planning import make_plan
     from flexsparse.viz.source import source
 
-    config, beside = experiment.config, experiment.source.folder
-    heads, q_len, kv_len = _lengths(config.input, beside)
-    if not 0 <= head < heads:
-        raise ArgumentError(f"--head must be one of 0 to {heads - 1}, got {head}")
-    select = None
+    config, row = experiment.config, case.row
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    q, k, v = _tensors(case, experiment, device)
+    if not 0 <= head < q.shape[1]:
+        raise ArgumentError(f"--head must be one of 0 to {q.shape[1] - 1}, got {head}")
+    rule, select, score = (moved(x, device) for x in (case.rule, case.select, case.score))
+    try:
+        # What is drawn has rows in their own order.
+        plan = make_plan(
+            q, k, v, rule=rule, select=select, score=score, q_offset=row.q_offset,
+            fallback=as_fallback(row.fallback), backend=row.backend, pack=row.pack,
+            tile=as_tile(row.tile), cluster=False,
+        )  # fmt: skip
+    except FlexSparseError as error:
+        raise ConfigError(f"row {row.name!r}: {error}") from None
+    shown = source(plan, h=head)
+    if config.device == "cuda" and not cuda:
+        return replace(shown, title=f"{shown.title}; tiles of a CPU, for want of CUDA")
+    return shown
+
+
+def _tensors(case: Case, experiment: Experiment, device: torch.device) -> QKV:
+    """What the plan is made for; of a rule alone lengths count, and no numbers are drawn."""
+    import torch
+
+    config = experiment.config
+    dtype, shape = getattr(torch, config.dtype), config.input.random
+    if shape is None:
+        q, k, v = _inputs(config.input, dtype, device, config.seed, experiment.source.folder)
+    elif case.select is None:
+        keys = (shape.batch, shape.kv_heads or shape.heads, shape.kv_len or shape.q_len)
+        q = torch.empty(
+            shape.batch, shape.heads, shape.q_len, shape.head_dim, dtype=dtype, device=device
+        )
+        k = v = torch.empty(*keys, shape.head_dim, dtype=dtype, device=device)
+    else:
+        _refuse_long(shape.q_len, shape.kv_len or shape.q_len)
+        q, k, v = _inputs(config.input, dtype, device, config.seed)
     if case.select is not None:
-        try:
-            select = _selected(
-                case.select,
-                case.rule,
-                config.input,
-                config.dtype,
-                config.seed,
-                case.row.q_offset,
-                beside,
-            )
-        except FlexSparseError as error:
-            raise ConfigError(f"row {case.row.name!r}: {error}") from None
-    return source(
-        case.rule,
-        q_len,
-        kv_len,
-        select=select,
-        tile=as_tile(case.row.tile) or 128,
-        h=head,
-        q_offset=case.row.q_offset,
-        heads=heads,
-    )
+        _refuse_long(q.shape[2], k.shape[2])
+    return q, k, v
 
 
-def _lengths(given: Input, beside: Path) -> tuple[int, int, int]:
-    """Query heads, queries and keys; numbers that nobody needs are not drawn."""
-    if (shape := given.random) is not None:
-        return shape.heads, shape.q_len, shape.kv_len or shape.q_len
-    q, k, _ = _inputs(given, "float32", 0, beside)
-    return q.shape[1], q.shape[2], k.shape[2]
-
-
-def _selected(
-    selector: Selector,
-    rule: MaskRule | None,
-    given: Input,
-    dtype: str,
-    seed: int,
-    q_offset: int | None,
-    beside: Path = Path(),
-) -> Selection:
-    from flexsparse.grid import Grid
-
-    _, q_len, kv_len = _lengths(given, beside)
+def _refuse_long(q_len: int, kv_len: int) -> None:
     if q_len * kv_len > _SELECTED_PAIRS:
         raise ArgumentError(
             f"a selector is shown on at most {_SELECTED_PAIRS:,} pairs, which it scores, got "
             f"{q_len:,} x {kv_len:,}: flexsparse.plot shows a Selection of any length"
         )
-    q, k, _ = _inputs(given, dtype, seed, beside)
-    grid = Grid(q_len, kv_len, q_offset=q_offset, batch=q.shape[0])
-    return selector.select(q, k, grid, rule)
 
 
-def _inputs(given: Input, dtype: str, seed: int, beside: Path) -> QKV:
-    import torch
-
+def _inputs(
+    given: Input, dtype: torch.dtype, device: torch.device, seed: int, beside: Path = Path()
+) -> QKV:
     from flexsparse.experiment.inputs import load_inputs
 
-    return load_inputs(given, getattr(torch, dtype), torch.device("cpu"), seed, beside)
+    return load_inputs(given, dtype, device, seed, beside)
 
 
 def _print(sources: dict[str, Source]) -> None:
