@@ -261,7 +261,7 @@ def test_a_file_is_looked_for_beside_the_configuration_first(
     assert [case.rule.n for case in made.cases[3:]] == [2, 5]
     (told,) = refused(beside, text.replace("other.py", "absent.py"))
     assert f"there is no file absent.py in {beside} or {here}" in told
-    # What is printed runs from the current folder.
+    # What is printed runs from any folder.
     (here / "printed.yaml").write_text(made.as_yaml())
     assert [case.rule.n for case in load(here / "printed.yaml").cases[3:]] == [2, 5]
 

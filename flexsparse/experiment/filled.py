@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -35,18 +36,19 @@ def filled(plain: dict[str, Any], folder: Path) -> dict[str, Any]:
     return _each_part(plain, fill)
 
 
-def runnable(plain: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """With the names of files as they are found from the current folder."""
+def runnable(plain: dict[str, Any], folder: Path, into: Path | None = None) -> dict[str, Any]:
+    """With the names of files as a configuration in ``into`` finds them from wherever it is run; None: in
+    any folder."""
 
     def rename(name: str, given: Any) -> Any:
         where, colon, attribute = name.rpartition(":")
         if where.endswith(".py"):
-            name = f"{_from_here(where, folder)}{colon}{attribute}"
+            name = f"{_found(where, folder, into)}{colon}{attribute}"
         return name if given is None else {name: given}
 
     made = _each_part(plain, rename)
     for holder, key in _stored(made):
-        holder[key] = _from_here(holder[key], folder)
+        holder[key] = _found(holder[key], folder, into)
     return made
 
 
@@ -107,12 +109,11 @@ def _stored(plain: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(holder, key) for holder, key in holders if holder.get(key)]
 
 
-def _from_here(name: str, folder: Path) -> str:
+def _found(name: str, folder: Path, into: Path | None) -> str:
     path = folder / name if (folder / name).exists() else Path(name)
     if not path.exists():
         return name
-    path, here = path.resolve(), Path.cwd()
-    return str(path.relative_to(here)) if here in path.parents else str(path)
+    return str(path.resolve()) if into is None else os.path.relpath(path.resolve(), into.resolve())
 
 
 def _as_written(default: Any) -> Any:

@@ -70,9 +70,10 @@ class Experiment:
         text = json.dumps([self.plain, self.files], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def as_yaml(self) -> str:
-        """The configuration as it runs; reads back as the same one, from the current folder."""
-        return dump(runnable(self.plain, self.source.folder))
+    def as_yaml(self, into: Path | None = None) -> str:
+        """The configuration as it runs; it reads back as the same one if it stands in ``into``, or, None,
+        anywhere, whatever the current folder."""
+        return dump(runnable(self.plain, self.source.folder, into))
 
 
 def load(file: Path | str, overrides: Iterable[str] = (), rows: Iterable[str] = ()) -> Experiment:

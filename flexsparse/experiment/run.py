@@ -51,7 +51,7 @@ def run(
     environment are still the same; else the rows that stood there are put aside. ``told`` hears of each row as
     it is finished.
     """
-    config, text = experiment.config, experiment.as_yaml()
+    config, text = experiment.config, experiment.as_yaml(out)
     qkv, model = _inputs(experiment)
     around = environment(qkv[0].device) | {"files": experiment.files}
     journal = out / "rows.jsonl"
