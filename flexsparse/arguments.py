@@ -87,6 +87,12 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
                 if swapped
                 else ""
             )
+            if name == "kv_len" and select.kv_len < grid.kv_len and select.q_len == grid.q_len:
+                # As where a cache's keys so far stand beside buffers of some capacity.
+                hint = (
+                    f": over buffers of {grid.kv_len} slots a selector, or its cache, selects with "
+                    f"fs.Grid({grid.q_len}, {grid.kv_len}, q_offset=...), where the queries stand"
+                )
             raise ShapeError(
                 f"select has {name} {getattr(select, name)} but the call has "
                 f"{getattr(grid, name)}{hint}"
