@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from experiments import SMALL, refused
+from experiments import EVERY_NTH, SMALL, refused
 from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.bench.way_tables import way_tables
+from flexsparse.experiment.load import load
+from flexsparse.experiment.run import run
 from flexsparse.masks import Causal, SlidingWindow
 from flexsparse.measure.calibration import main
 from flexsparse.selectors import Quest
@@ -176,3 +178,156 @@ def test_there_are_no_predictions_on_a_cpu(tmp_path: Path) -> None:
         main([str(tmp_path / "rows.jsonl")])
     (made,) = way_tables([record])
     assert "no choice was predicted, as none is on a CPU" in str(made.title)
+
+
+def test_a_plan_says_what_selects_and_that_it_chose_once() -> None:
+    q, k, v = inputs()
+    quest = Quest(block=8, keep=2, q_block=8)
+    plan = fs.make_plan(q, k, v, rule=Causal(), select=quest)
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("  select ")]
+    anew = "plan.layout(selector.select(q, k, plan.grid, plan.rule))"
+    assert "Quest(block=8, keep=2" in line and "chose once" in line and anew in line
+    chosen = quest.select(q, k, plan.grid, plan.rule)
+    given = fs.make_plan(q, k, v, rule=Causal(), select=chosen)
+    assert "  select   at most 2 of 9 blocks of 8 keys for each 8 queries\n" in str(given)
+    assert "  select   none\n" in str(fs.make_plan(q, k, v, rule=Causal()))
+    for made in (plan, given):
+        with pytest.raises(fs.FlexSparseError) as caught:
+            made.layout()
+        assert anew in str(caught.value)
+    # The remedy is one: other queries, and what they choose.
+    other = -q
+    layout = plan.layout(quest.select(other, k, plan.grid, plan.rule))
+    assert not torch.equal(layout.select.indices, chosen.indices)  # type: ignore[union-attr]
+    true = fs.reference(other, k, v, rule=Causal(), select=quest)
+    found = plan.run(other, k, v, layout).out
+    assert torch.allclose(found.double(), true.out, atol=1e-4)
+
+
+def test_a_budget_says_what_it_assumes() -> None:
+    q, k, v = inputs()
+    layout = fs.build_layout(rule=Causal(), grid=fs.Grid(65, 65), heads=(4, 2), block_size=16)
+    assumed = layout.budget()
+    assert "assumed   head dims 128 of K and 128 of V, 2 bytes a number" in str(assumed)
+    known = fs.make_plan(q, k, v, rule=Causal(), tile=16).budget()
+    assert known.assumed is None and "assumed" not in str(known)
+    # As many keys, of 32 numbers of 4 bytes against 256 of 2.
+    assert known.kv_bytes * 4 == assumed.kv_bytes
+
+
+@pytest.mark.parametrize("fallback", [None, "self"])
+def test_a_report_tells_rows_that_see_no_key(fallback: Any) -> None:
+    q, k, v = inputs(200)
+    select = Quest(block=8, keep=1, q_block=32).select(q, k, fs.Grid(200, 200), Causal())
+    call: dict[str, Any] = {"rule": Causal(), "select": select, "fallback": fallback}
+    report = fs.check(q, k, v, **call)
+    lse = fs.reference(q, k, v, **call).lse
+    none = int((lse == -torch.inf).sum())
+    assert report.ok and report.unseeing == (none, 800)
+    assert bool(none) == (fallback is None)
+    said = f"{none:,} of 800 rows see no key"
+    assert (said in str(report)) == bool(none) and (said in report._repr_html_()) == bool(none)
+    for remedy in ("fallback='self'", "empty='error'", "a q_block no wider than the block"):
+        assert (remedy in str(report)) == bool(none)
+    narrow = Quest(block=8, keep=1, q_block=8)
+    assert fs.check(q, k, v, rule=Causal(), select=narrow).unseeing == (0, 800)
+
+
+def test_a_rule_without_a_selection_has_fewer_remedies() -> None:
+    q, k, v = inputs()
+    report = fs.check(q, k, v, rule=Causal() & (lambda b, h, q, kv: q > 2))
+    assert report.unseeing == (12, 260)
+    assert "empty='error'" in str(report) and "fallback" not in str(report)
+
+
+def test_a_cpu_plan_says_why_it_weighed_no_smaller_tile() -> None:
+    quest = Quest(block=16, keep=2, q_block=16)
+    few = fs.make_plan(*inputs(200), rule=Causal(), select=quest, backend="tiles", pack="fold")
+    assert "160,000 pairs are too few to weigh smaller ones" in str(few)
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 500, 32, generator=draw)
+    k, v = torch.randn(2, 1, 2, 500, 32, generator=draw)
+    many = fs.make_plan(q, k, v, rule=Causal(), select=quest)
+    assert many.tile != (128, 128) and "times the pairs of 128x128" in str(many)
+
+
+def test_what_is_asked_for_is_a_reason() -> None:
+    q, k, v = inputs(200)
+    made = {"rule": Causal(), "select": Quest(block=16, keep=2, q_block=16)}
+    for pack in ("identity", "fold", "pack"):
+        plan = fs.make_plan(q, k, v, **made, tile=(64, 32), pack=pack)  # type: ignore[arg-type]
+        assert "a tile of 64x32 was asked for" in plan.reasons and "as asked" in str(plan)
+    odd = fs.make_plan(q, k, v, **made, tile=100)  # type: ignore[arg-type]
+    assert "a tile of 100x100 was asked for; no multiple of 16" in str(odd)
+    none = fs.make_plan(q, k, v, **made, tile=64, backend="gather")  # type: ignore[arg-type]
+    assert "a tile of 64x64 was asked for, but gather visits none" in str(none)
+    assert "asked for" not in str(fs.make_plan(q, k, v, rule=Causal()))
+
+
+def test_a_result_and_a_cache_are_told_in_a_line() -> None:
+    q, k, v = inputs()
+    quest = Quest(block=8, keep=2, q_block=1)
+    plan = fs.make_plan(q, k, v, rule=Causal())
+    assert repr(plan.run(q, k, v)) == "Result(out [1, 4, 65, 16] float32 on cpu, by tiles)"
+    with_lse = repr(plan.run(q, k, v, return_lse=True))
+    assert with_lse.endswith("lse [1, 4, 65] float32 on cpu, by tiles)")
+    cache = quest.cache(k[:, :, :60], capacity=80)
+    assert repr(cache).startswith("PageCache(Quest(block=8, keep=2")
+    assert repr(cache).endswith("60 of 80 keys [1, 2, n, 16] on cpu)")
+    cache.append(k[:, :, :1])
+    assert "61 of 80 keys" in repr(cache)
+
+
+def test_a_cache_beside_buffers_of_a_capacity() -> None:
+    """Its selection of the keys so far does not fit a plan over buffers, and the error says what does."""
+    q, k, v = inputs(200)
+    room = torch.zeros(2, 1, 2, 256, 16)
+    room[0, :, :, :200], room[1, :, :, :200] = k[0], v[0]
+    cache = Quest(block=16, keep=3, q_block=1).cache(k, capacity=256)
+    query, at = q[:, :, -1:], torch.tensor([199])
+    grid = fs.Grid(1, 256, q_offset=at)
+    chosen = cache.select(query, grid, Causal())
+    plan = fs.make_plan(query, *room, rule=Causal(), select=chosen, q_offset=at)
+    so_far = cache.select(query, fs.Grid(1, 200), Causal())
+    with pytest.raises(fs.FlexSparseError) as caught:
+        plan.layout(so_far)
+    assert "kv_len 200 but the call has 256" in str(caught.value)
+    assert "fs.Grid(1, 256, q_offset=...)" in str(caught.value)
+    keys, values = k, v
+    for step in range(3):
+        out = plan.run(query, *room, plan.layout(cache.select(query, grid, Causal()))).out
+        true = fs.reference(query, keys, values, rule=Causal(), select=so_far).out
+        assert torch.allclose(out.double(), true, atol=1e-5)
+        new = inputs(201 + step)
+        keys, values = (
+            torch.cat([x, n[:, :, -1:]], 2) for x, n in zip((keys, values), new[1:], strict=True)
+        )
+        cache.append(keys[:, :, -1:])
+        at += 1
+        room[0, :, :, 200 + step], room[1, :, :, 200 + step] = keys[0, :, -1], values[0, :, -1]
+        so_far = cache.selector.select(query, keys, fs.Grid(1, 201 + step), Causal())
+
+
+def test_a_kept_configuration_runs_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir(), other.mkdir()
+    (home / "mine.py").write_text(EVERY_NTH)
+    text = (
+        SMALL[: SMALL.index("rows:")] + 'rows:\n  - {name: a, rule: {"mine.py:EveryNth": {n: 2}}}\n'
+    )
+    (home / "c.yaml").write_text(text)
+    monkeypatch.chdir(home)
+    made = load("c.yaml")
+    run(made, Path("results/small"))
+    (other / "printed.yaml").write_text(made.as_yaml())
+    kept = home / "results" / "small" / "config.yaml"
+    assert str(tmp_path) not in kept.read_text()
+    monkeypatch.chdir(other)
+    for file in (kept, other / "printed.yaml"):
+        (case,) = load(file).cases
+        assert case.rule is not None and case.rule.n == 2  # type: ignore[attr-defined]
+    # Together with what it names, the kept one may move.
+    home.rename(tmp_path / "moved")
+    assert load(tmp_path / "moved" / "results" / "small" / "config.yaml").cases
