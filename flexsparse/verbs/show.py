@@ -58,7 +58,8 @@ def show(
 
     RULE is a gallery name, my_lab.rules:Name, ./file.py:Name, a rule as configurations write it,
     '{and: [causal, {sliding_window: {size: 128}}]}', or a configuration, whose rows are shown on
-    its own inputs, in the tiles that `run` takes here. Selectors are shown on random queries and keys under a causal rule.
+    its own inputs, in the tiles that `run` takes here. Selectors are shown on random queries and
+    keys under a causal rule.
     """
     if out is not None and out.suffix not in FORMATS:
         raise ConfigError(f"--out must end in {', '.join(FORMATS)}, got {out}")
@@ -142,11 +143,9 @@ def _case(case: Case, experiment: Experiment, head: int) -> Source:
     config, row = experiment.config, case.row
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    q, k, v = _tensors(case, experiment, device)
-    if not 0 <= head < q.shape[1]:
-        raise ArgumentError(f"--head must be one of 0 to {q.shape[1] - 1}, got {head}")
     rule, select, score = (moved(x, device) for x in (case.rule, case.select, case.score))
     try:
+        q, k, v = _tensors(case, experiment, device)
         # What is drawn has rows in their own order.
         plan = make_plan(
             q, k, v, rule=rule, select=select, score=score, q_offset=row.q_offset,
@@ -155,6 +154,8 @@ def _case(case: Case, experiment: Experiment, head: int) -> Source:
         )  # fmt: skip
     except FlexSparseError as error:
         raise ConfigError(f"row {row.name!r}: {error}") from None
+    if head >= plan.shape[0]:
+        raise ArgumentError(f"--head must be one of 0 to {plan.shape[0] - 1}, got {head}")
     shown = source(plan, h=head)
     if config.device == "cuda" and not cuda:
         return replace(shown, title=f"{shown.title}; tiles of a CPU, for want of CUDA")
