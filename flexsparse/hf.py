@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -50,6 +50,8 @@ def use(
     backend: BackendName = "auto",
     pack: Pack | None = None,
     tile: int | tuple[int, int] | None = None,
+    split: int | Literal[False] | None = None,
+    cluster: bool | None = None,
     told: Told | None = None,
 ) -> Iterator[None]:
     """Inside the block, the attention of every layer is what rule and selector leave of causal attention.
@@ -76,6 +78,7 @@ def use(
     options: dict[str, Any] = {
         "rule": causal if asked is None else causal & asked,
         "score": score, "fallback": fallback, "backend": backend, "pack": pack, "tile": tile,
+        "split": split, "cluster": cluster,
     }  # fmt: skip
     of_layer = _per_layer(select)
 

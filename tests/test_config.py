@@ -90,6 +90,7 @@ rows:
     fallback: {local: 0}
   - {name: c, rule: {sliding_window: 4}, select: {quest: {keep: 1.5}}, score: causal}
   - {name: d, q_offset: 1.5, backend: cuda}
+  - {name: e, split: true, cluster: 2}
 """,
     )
     starts = [
@@ -110,6 +111,8 @@ rows:
         "c.yaml:13:72: rows.2.score: causal is a rule, not a score",
         "c.yaml:14:15: rows.3.q_offset: must be an integer, got 1.5",
         "c.yaml:14:30: rows.3.backend: must be auto, measured, decode, flash, flex, tiles, gather or dense, got 'cuda'",
+        "c.yaml:15:15: rows.4.split: must be how many tiles a row may have, at least 1, or false, got true",
+        "c.yaml:15:28: rows.4.cluster: ",
     ]
     assert len(told) == len(starts)
     for line, start in zip(told, starts, strict=True):

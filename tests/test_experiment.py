@@ -291,6 +291,16 @@ def test_heads_are_laid_as_the_row_says(tmp_path: Path) -> None:
     assert first["status"] == "ok" and "query heads beside each query" in first["plan"]
 
 
+def test_rows_are_cut_and_laid_as_the_row_says(tmp_path: Path) -> None:
+    made = written(
+        tmp_path, SMALL, "rows.0.split=1", "rows.0.tile=16", "rows.2.cluster=true", "rows.2.tile=32"
+    )
+    first, _, quest = run(made, tmp_path / "out")
+    assert [row["status"] for row in (first, quest)] == ["ok"] * 2
+    assert "of more than 1 tiles are cut as asked" in first["plan"]
+    assert "rows that select alike stand in a tile" in quest["plan"]
+
+
 def test_a_second_run_puts_the_rows_of_the_first_aside(tmp_path: Path) -> None:
     for size in (8, 4):
         made = written(tmp_path, SMALL, f"rows.1.rule.sliding_window.size={size}", "check=16")

@@ -135,6 +135,14 @@ def as_tile(value: Any) -> tuple[int, int] | None:
     return None if value is None else tile_size(tuple(value) if isinstance(value, list) else value)
 
 
+def _split(value: object) -> object:
+    if value is None or value is False or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(
+        f"must be how many tiles a row may have, at least 1, or false, got {shown(value)}"
+    )
+
+
 def _fallback(value: object) -> object:
     try:
         check_fallback(as_fallback(value))
@@ -158,6 +166,8 @@ class Row(Strict):
     backend: BackendName = "auto"
     pack: Pack | None = None
     tile: Annotated[Any, AfterValidator(_tile)] = None
+    split: Annotated[Any, AfterValidator(_split)] = None
+    cluster: bool | None = None
     q_offset: int | None = None
     fallback: Annotated[Any, AfterValidator(_fallback)] = None
 

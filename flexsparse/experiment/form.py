@@ -18,5 +18,5 @@ rows:                    # the lines of the table: a name each, all else may be 
     rule: causal
     select: {quest: {block: 32, keep: 4, q_block: 32}}        # what is worth seeing
     score: {softcap: {cap: 30.0}}                             # or a list, one after the other
-    tile: 32             # also backend, pack, q_offset, fallback: self or {local: n}
+    tile: 32             # also backend, pack, split, cluster, q_offset, fallback: self or {local: n}
 """

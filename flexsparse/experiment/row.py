@@ -83,6 +83,8 @@ def _measured(
         "backend": row.backend,
         "pack": row.pack,
         "tile": as_tile(row.tile),
+        "split": row.split,
+        "cluster": row.cluster,
     }
     before, first = int(compiles), Stages(q.device)
     with first.stage("first"):

@@ -43,6 +43,7 @@ def schema() -> dict[str, Any]:
     row["tile"]["anyOf"] = [
         tile, {"type": "array", "items": tile, "minItems": 2, "maxItems": 2}, {"type": "null"}
     ]  # fmt: skip
+    row["split"]["anyOf"] = [positive, {"const": False}, {"type": "null"}]
     row["fallback"]["anyOf"] = [
         {"const": "self"},
         {"type": "object", "properties": {"local": positive}, "required": ["local"],

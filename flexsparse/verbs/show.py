@@ -150,7 +150,7 @@ def _case(case: Case, experiment: Experiment, head: int) -> Source:
         plan = make_plan(
             q, k, v, rule=rule, select=select, score=score, q_offset=row.q_offset,
             fallback=as_fallback(row.fallback), backend=row.backend, pack=row.pack,
-            tile=as_tile(row.tile), cluster=False,
+            tile=as_tile(row.tile), split=row.split, cluster=False,
         )  # fmt: skip
     except FlexSparseError as error:
         raise ConfigError(f"row {row.name!r}: {error}") from None
