@@ -138,6 +138,14 @@ def test_fp32_chooses_what_fp64_does(name: str, kind: torch.dtype, where: str) -
         same_but_for_ties(selector, got, score, want, q.shape[-1])
 
 
+@pytest.mark.parametrize("name", GALLERY)
+def test_a_grid_of_other_lengths_is_refused(name: str) -> None:
+    q, k = drawn(40, 40)
+    for grid in (fs.Grid(40, 48, batch=2), fs.Grid(39, 40, batch=2)):
+        with pytest.raises(fs.FlexSparseError, match=r"the grid must be Grid\(40, 40, batch=2\)"):
+            GALLERY[name]().select(q, k, grid, Causal())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GALLERY)
 def test_a_gpu_chooses_what_the_cpu_does(name: str, device: torch.device) -> None:

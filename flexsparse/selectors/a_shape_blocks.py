@@ -16,7 +16,7 @@ from flexsparse.errors import check_per_head
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing
 from flexsparse.selectors.covering import in_reach, listed, per_head, row_ends, shared
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class AShapeBlocks(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         start, end = (x[:, None, :, None] for x in row_ends(grid, self.q_block, q.device))
         _, blocks = grid.shape(1, self.block)
         first = torch.arange(blocks, device=q.device) * self.block

@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing
 from flexsparse.selectors.covering import (
     block_means,
     block_sums,
@@ -101,6 +101,7 @@ class FlexPrefill(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         found = self.estimate(q, k, grid, rule)
         _, end = row_ends(grid, self.q_block, q.device)
         own = torch.div(end, self.block, rounding_mode="floor")[:, None, :, None]

@@ -16,7 +16,7 @@ from flexsparse.errors import ArgumentError, BackendError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector
+from flexsparse.selectors.base import Selector, check_call
 from flexsparse.selectors.lightning_indexer import LightningIndexer
 
 
@@ -54,6 +54,7 @@ class GymIndexer(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         causal = _causal(rule)
         stands = isinstance(grid.q_offset, int) and grid.q_offset == 0
         if grid.q_len != grid.kv_len or not stands:

@@ -18,7 +18,7 @@ from flexsparse.grid import Grid
 from flexsparse.intervals import reach
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing, per_list
 from flexsparse.selectors.caches import KeyCache
 from flexsparse.selectors.parts import query_parts
 from flexsparse.selectors.physical import Keep
@@ -54,6 +54,7 @@ class H2O(Selector):
         super().__post_init__()
 
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         return self.cache(k).select(q, grid, rule)
 
     def cache(self, k: Tensor, capacity: int | None = None) -> HeavyCache:

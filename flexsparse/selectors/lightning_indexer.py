@@ -20,7 +20,7 @@ from flexsparse.errors import ShapeError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector, pooled
+from flexsparse.selectors.base import Selector, check_call, pooled
 from flexsparse.selectors.oracle import attention_mass
 from flexsparse.selectors.parts import best_in_parts, query_parts, visible
 from flexsparse.selectors.tile_budget import TileBudget
@@ -70,6 +70,7 @@ class LightningIndexer(Trained, Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         check_layer("LightningIndexer", self.heads, self.head_dim, q, k)
         keys = self._keys(k)
 

@@ -18,7 +18,7 @@ from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.a_shape_blocks import AShapeBlocks
-from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing
 from flexsparse.selectors.block_sparse import BlockSparse
 from flexsparse.selectors.covering import check_share, shared
 from flexsparse.selectors.last_queries import last_queries
@@ -68,6 +68,7 @@ class MInference(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         own = self.pattern_of
         if own is None:
             own = torch.arange(q.shape[1]) % len(self.patterns)

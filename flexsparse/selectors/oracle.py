@@ -11,7 +11,7 @@ from torch import Tensor
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list, pooled
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing, per_list, pooled
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,6 +34,7 @@ class OracleTopK(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         mass = attention_mass(q, k, grid, rule, self.scale)
         mass = pooled(mass.mT, self.block, 0.0).sum(3).mT
         mass = pooled(mass, self.q_block, 0.0).sum(3)

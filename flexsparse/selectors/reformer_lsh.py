@@ -16,7 +16,7 @@ from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector, pooled
+from flexsparse.selectors.base import Selector, check_call, pooled
 from flexsparse.selectors.parts import best_in_parts, or_own, visible
 
 
@@ -56,6 +56,7 @@ class ReformerLSH(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         position = grid.positions(q.device).clamp(0, grid.kv_len - 1)[:, None]
         key = torch.arange(grid.kv_len, device=q.device)

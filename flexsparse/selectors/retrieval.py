@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError, BackendError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector
+from flexsparse.selectors.base import Selector, check_call
 from flexsparse.selectors.parts import visible
 
 
@@ -48,6 +48,7 @@ class Retrieval(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         seen = visible(rule, grid, q.shape[1], q.device).cpu()
         seen = seen.expand(q.shape[0], q.shape[1], grid.q_len, grid.kv_len)
         keys, queries = (x.float().cpu() for x in (k, q))

@@ -15,7 +15,7 @@ from flexsparse.errors import ArgumentError, SelectionError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector
+from flexsparse.selectors.base import Selector, check_call
 from flexsparse.selectors.caches import Cache
 
 
@@ -73,6 +73,7 @@ class _Selects(_Layer):
     """A layer that selects, and leaves its selection to the others."""
 
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         return self.leave(self.reuse.selector.select(q, k, grid, rule))
 
     def leave(self, selection: Selection) -> Selection:
@@ -102,6 +103,7 @@ class _Reuses(_Layer):
     """A layer that takes over what its source has selected; its cache holds no keys."""
 
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         found = self.reuse.selected.get(self.source)
         if found is None:
             raise SelectionError(

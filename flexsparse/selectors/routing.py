@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Selector, pooled
+from flexsparse.selectors.base import Selector, check_call, pooled
 from flexsparse.selectors.parts import best_in_parts, or_own, visible
 from flexsparse.shapes import ceil_div
 
@@ -55,6 +55,7 @@ class Routing(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         q, k = normalised(q), normalised(k)
         group = q.shape[1] // k.shape[1]
         if self.centroids is None:

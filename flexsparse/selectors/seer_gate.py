@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list, pooled
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing, per_list, pooled
 from flexsparse.selectors.oracle import attention_mass
 from flexsparse.selectors.parts import query_parts
 from flexsparse.selectors.tile_budget import TileBudget
@@ -86,6 +86,7 @@ class SeerAttentionGate(Trained, Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         weight = self._log_weight(q, k, grid, rule).exp()
         least = -1.0 if self.threshold is None else self.threshold
         reachable = self.within_reach(q, k, grid, rule, weight.shape[1])

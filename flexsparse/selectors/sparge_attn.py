@@ -22,7 +22,7 @@ from flexsparse.errors import ArgumentError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing, per_list
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing, per_list
 from flexsparse.selectors.moba import block_means
 from flexsparse.selectors.visible import exactly
 
@@ -70,6 +70,7 @@ class SpargeAttn(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         kv_heads = k.shape[1]
         q, k = exactly(q), exactly(k).repeat_interleave(q.shape[1] // kv_heads, 1)
         reachable = self.within_reach(q, k, grid, rule, q.shape[1])

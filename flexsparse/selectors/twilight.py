@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod, MaskRule, as_rule
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing
 from flexsparse.selectors.covering import check_share, precise, shared, smallest_cover
 from flexsparse.selectors.quest import Quest
 
@@ -68,6 +68,7 @@ class Twilight(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         candidates = self.base.select(q, k, grid, rule).refine(
             q_block=self.q_block, kv_block=self.block
         )

@@ -18,7 +18,7 @@ from flexsparse.errors import check_number, check_per_head
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing
 from flexsparse.selectors.covering import highest, in_reach, listed, per_head, row_ends, shared
 from flexsparse.selectors.last_queries import by_distance, last_queries
 
@@ -90,6 +90,7 @@ class VerticalSlashBlocks(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         columns, distances = self.found(q, k, grid, rule)
         chosen = blocks_of(columns, distances, grid, self.q_block, self.block)
         chosen = chosen & in_reach(q, k, grid, rule, (self.q_block, self.block))

@@ -17,7 +17,7 @@ from flexsparse.errors import ArgumentError, check_number
 from flexsparse.grid import Grid
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
-from flexsparse.selectors.base import Heads, Selector, check_sharing, own_blocks, pooled
+from flexsparse.selectors.base import Heads, Selector, check_call, check_sharing, own_blocks, pooled
 from flexsparse.selectors.covering import (
     check_share,
     in_reach,
@@ -76,6 +76,7 @@ class XAttention(Selector):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, grid: Grid, rule: MaskMod | None = None) -> Selection:
+        check_call(type(self).__name__, q, k, grid)
         weights = self.weigh(q, k, grid, rule)
         reachable = in_reach(q, k, grid, rule, (self.q_block, self.block))
         always = own_blocks(
