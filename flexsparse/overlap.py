@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexsparse.cost import Tiles, tiled_ms
+from flexsparse.device import Ceilings
 from flexsparse.grid import Grid
 from flexsparse.kernels.geometry import Geometry
 from flexsparse.selection import Selection
@@ -23,12 +25,9 @@ Size = tuple[int, int]
 
 # Candidates of a sample, and entries of the map that it is counted in.
 _ENTRIES = 2**24
-# Pairs a second, relative to tiles of 128 rows: one H200, bf16, head dim 128, blocks of 64 keys that 64
-# neighbours share, so that every height visits the same pairs (2.44, 2.55, 4.28 and 5.32 ms).
-_SPEED = {128: 1.0, 64: 0.957, 32: 0.570, 16: 0.459}
-# The same on the same device for a tile whose queries differ, which asks each pair for its membership:
-# 6.1 ms where pairs of neighbours share, under tiles of four of them.
-_MASKED = 1.3
+# Times are compared, so that any box does.
+_BOX = Ceilings(4e12, 7e14, 132)
+_DIMS = (128, 128)
 # What a rule makes of each tile is a byte on the device: shorter tiles than that allows are no choice.
 MOST_TILES = 2**28
 
@@ -108,18 +107,30 @@ def best_rows(
     rows = [n for n in every if math.prod(grid.shape(n // group, keys)) <= MOST_TILES] or every[-1:]
     sizes = [(1, keys), *((height // group, keys) for height in rows)]
     one, *met = tiles_met(select, grid, heads, sizes)
-    costs = [predicted(m, height) for m, height in zip(met, rows, strict=True)]
+    costs = [
+        _flex_ms(select, m, (height // group, keys), height)
+        for m, height in zip(met, rows, strict=True)
+    ]
     # Where two cost the same, the taller has fewer tiles to list.
     at = min(range(len(rows)), key=lambda i: (costs[i], -rows[i]))
     alone = one.tiles / grid.q_len * ceil_div(grid.q_len, rows[at] // group)
     return rows[at], met[at].tiles / alone if alone else 1.0
 
 
-def predicted(met: Met, rows: int) -> float:
-    """The time of tiles of ``rows`` rows, in those of 128 rows that need no mask, times 128."""
-    # A kernel computes a tile in pieces whose heights are powers of two.
-    speed = _SPEED[math.gcd(rows, 128)]
-    return (met.agreed + _MASKED * (met.tiles - met.agreed)) * rows / speed
+def _flex_ms(select: Selection, met: Met, size: Size, rows: int) -> float:
+    """What FlexAttention takes for tiles of ``size`` (queries, keys), of so many ``rows``."""
+    return tiled_ms(
+        Tiles(met.tiles, rows, size[1], asked(select, met, size), select.kv_block),
+        "flex", _DIMS, _BOX, grads=False,
+    )  # fmt: skip
+
+
+def asked(select: Selection, met: Met, size: Size) -> float | None:
+    """How many of these tiles ask their pairs for membership: None where every tile lies in a candidate."""
+    if select.q_block % size[0] == 0 and select.kv_block % size[1] == 0:
+        return None
+    # Of keys around a candidate none is one, whoever agrees on it.
+    return met.tiles if size[1] > select.kv_block else met.tiles - met.agreed
 
 
 class Stepped(NamedTuple):

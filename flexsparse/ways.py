@@ -30,7 +30,7 @@ from flexsparse.device import Ceilings, ceilings
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.occupancy import on_device_only
-from flexsparse.overlap import MOST_TILES, heights, tiles_met
+from flexsparse.overlap import MOST_TILES, asked, heights, tiles_met
 from flexsparse.selection import Selection
 from flexsparse.shapes import ceil_div
 
@@ -195,15 +195,19 @@ def _selected(
     for (way, (rows, keys)), (queries, _), at in zip(laid, sizes, met, strict=True):
         # A tile of single heads is visited by each of a group.
         each = 1 if way == "pack" else group
-        whole = select.q_block % queries == 0 and select.kv_block % keys == 0
-        # Of keys around a candidate none is one, whoever agrees on it.
-        differ = at.tiles if keys > select.kv_block else at.tiles - at.agreed
-        asked = None if whole else differ * each
+        asks = asked(select, at, (queries, keys))
         cut = 0.0
         if call.program.rule is not None:
             cut = _borders(grid, queries, keys) * grid.batch * address.kv_heads * each
         tiles = Tiles(
-            at.tiles * each, rows, keys, asked, select.kv_block, at.row, at.column * each, cut
+            at.tiles * each,
+            rows,
+            keys,
+            None if asks is None else asks * each,
+            select.kv_block,
+            at.row,
+            at.column * each,
+            cut,
         )
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize

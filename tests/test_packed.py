@@ -187,9 +187,10 @@ def test_tiles_are_counted_as_the_lists_have_them(data: st.DataObject) -> None:
             assert count.agreed == int(made.full_num.sum())
 
 
-@pytest.mark.parametrize(("shared", "rows"), [(1, 16), (2, 32), (8, 128), (64, 128)])
+@pytest.mark.parametrize(("shared", "rows"), [(1, 16), (2, 16), (8, 128), (64, 128)])
 def test_tiles_are_as_tall_as_neighbours_share(shared: int, rows: int) -> None:
-    """Sixteen heads: a tile of 16 rows is one query, one of 128 eight."""
+    """Sixteen heads: a tile of 16 rows is one query, one of 128 eight. On an H200 blocks that two share
+    took 4.4 ms in tiles of 16 rows, 6.6 in those of 32."""
     select, grid = nsa(8192, shared), fs.Grid(8192, 8192)
     chosen, times = best_rows(select, grid, (32, 2), 64)
     assert chosen == rows
