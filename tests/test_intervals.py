@@ -332,6 +332,23 @@ def try_out(call: dict[str, Any]) -> None:
         reject()
 
 
+WHOLE = (
+    "q & 12", "q & 7", "(q + kv) & 5", "q | 3", "q ^ 5", "~q", "q << 2", "q >> 1", "q % 5", "q // 3",
+    "-q", "(q - kv).abs()", "torch.minimum(q, kv)", "torch.maximum(q, kv)", "q.clamp(3, 40)",
+    "torch.where(q > kv, 1, 2)", "torch.where(q > kv, q, 2)", "q * kv", "(q > kv) & (kv > 3)", "q == kv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64", "int64", "bool"])
+@pytest.mark.parametrize("number", WHOLE)
+def test_whole_numbers_in_other_types(number: str, kind: str) -> None:
+    """Bounds are fp64 whatever they came from: a conversion reads their bits."""
+    compared = "" if kind == "bool" else " < 7"
+    rule = eval(f"lambda b, h, q, kv: ({number}).to(torch.{kind}){compared}", {"torch": torch})
+    for lengths in ((1, 1), (1, 63), (65, 65)):
+        check(rule, fs.Grid(*lengths), (16, 16))
+
+
 @settings(max_examples=150, **SETTINGS)
 @given(odd_calls())
 def test_no_tile_is_ever_wrong(call: dict[str, Any]) -> None:

@@ -221,8 +221,10 @@ def test_the_command_killed_twenty_times_at_random(whole: Path, tmp_path: Path) 
             assert process.wait(within) == 0
         except subprocess.TimeoutExpired:
             process.kill()
-            assert process.wait() == -signal.SIGKILL
-            return False
+            # It may have ended between the two.
+            if process.wait() != 0:
+                assert process.returncode == -signal.SIGKILL
+                return False
         shortest = min(shortest, time.monotonic() - begun)
         return True
 
