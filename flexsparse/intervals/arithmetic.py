@@ -370,8 +370,7 @@ def _masked(op: Operation) -> Interval:
         period = constant(op.args[1] + 1, op.device)
         return op.result(*_residue(a, period))
     held = (a.low >= 0) & (m.low >= 0)
-    # Of two plain numbers torch makes a tensor of its default type, which may not be fp64.
-    low = torch.where(held, torch.zeros_like(m.low), torch.nan)
+    low = torch.where(held, m.low * 0, torch.nan)  # in fp64, as two plain numbers are not
     return op.result(low, torch.where(held, torch.minimum(a.high, m.high), torch.nan))
 
 
