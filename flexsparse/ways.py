@@ -196,18 +196,12 @@ def _selected(
         # A tile of single heads is visited by each of a group.
         each = 1 if way == "pack" else group
         asks = asked(select, at, (queries, keys))
+        asks = None if asks is None else asks * each
         cut = 0.0
         if call.program.rule is not None:
             cut = _borders(grid, queries, keys) * grid.batch * address.kv_heads * each
         tiles = Tiles(
-            at.tiles * each,
-            rows,
-            keys,
-            None if asks is None else asks * each,
-            select.kv_block,
-            at.row,
-            at.column * each,
-            cut,
+            at.tiles * each, rows, keys, asks, select.kv_block, at.row, at.column * each, cut
         )
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize

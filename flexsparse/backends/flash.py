@@ -24,7 +24,7 @@ name = "flash"
 
 # Rows and keys that its Hopper kernels compute at once.
 TILE = 128
-# Of a rule, beyond which its kernels have compiled for more than 100 s; with so many, for less than 20.
+# Of a rule: with so many its kernels have compiled within a test's time, with six and more not in 100 s.
 _MOST_DIVISIONS = 3
 _DIVISION = re.compile(r"torch\.ops\.aten\.(?:remainder|floor_divide|fmod)\.")
 _SPEECH = flex.Speech(mask_in_words, score_in_words, points=True)

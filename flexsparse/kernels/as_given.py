@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import RowTiles, buffers, opened
+from flexsparse.kernels.rows import RowTiles, by_kernel
 from flexsparse.kernels.words import token_tiles
 
 
@@ -28,8 +28,5 @@ def given_tiles(
 
     if not triton_merge.takes_given(given.shape[-1], geometry):
         return None
-    kept = candidates if words else 0
-    made = buffers(given, kept, geometry, lists, whole=triton_merge.writes_whole(geometry))
-    into = opened(made, given, kept, geometry, lists)
-    triton_merge.fill(given, candidates, codes, geometry, lists, into, None, given=True)
-    return into
+    made = by_kernel(triton_merge, given, candidates, codes, geometry, lists, words, given=True)
+    return made[1]

@@ -54,7 +54,7 @@ def row_tiles(
         return opened(Buffers(*made), indices, candidates if words else 0, geometry, lists)
     kernel = _kernel(indices.shape[-1], geometry) if indices.is_cuda else None
     if kernel is not None:
-        return _by_kernel(kernel, indices, candidates, codes, geometry, lists, words)[1]
+        return by_kernel(kernel, indices, candidates, codes, geometry, lists, words)[1]
     return by_map(indices, candidates, codes, geometry, lists, words)
 
 
@@ -182,7 +182,7 @@ def filled(
     g, of = Geometry(*geometry), Lists(*lists)
     kernel = _kernel(indices.shape[-1], g)
     if kernel is not None:
-        return _by_kernel(kernel, indices, candidates, codes, g, of, words)[0]
+        return by_kernel(kernel, indices, candidates, codes, g, of, words)[0]
     found = by_map(indices, candidates, codes, g, of, words)
     return Buffers(
         torch.stack([found.partial_num, found.full_num]),
@@ -191,7 +191,7 @@ def filled(
     )
 
 
-def _by_kernel(
+def by_kernel(
     kernel: ModuleType,
     indices: Tensor,
     candidates: int,
@@ -199,12 +199,13 @@ def _by_kernel(
     geometry: Geometry,
     lists: Lists,
     words: bool,
+    **how: bool,
 ) -> tuple[Buffers, RowTiles]:
-    """Buffers filled by ``kernel``, and what they hold."""
+    """Buffers filled by ``kernel``, told ``how`` beside what all are, and what they hold."""
     kept = candidates if words else 0
     made = buffers(indices, kept, geometry, lists, whole=kernel.writes_whole(geometry))
     into = opened(made, indices, kept, geometry, lists)
-    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
+    kernel.fill(indices, candidates, codes, geometry, lists, into, None, **how)
     return made, into
 
 
