@@ -23,6 +23,7 @@ from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.program import MaskProgram
+from flexsparse.tracing import Traced
 
 name = "dense"
 
@@ -85,10 +86,15 @@ def known(program: MaskProgram, grid: Grid, *, selected: bool) -> bool | None:
     if program.rule is None:
         return False
     aligned = isinstance(grid.q_offset, int) and grid.q_offset == grid.kv_len - grid.q_len
-    if program.rule.code not in _CAUSAL or not aligned or grid.q_len not in (1, grid.kv_len):
+    if not is_causal(program.rule) or not aligned or grid.q_len not in (1, grid.kv_len):
         return None
     # One query at the last key sees everything.
     return grid.q_len > 1
+
+
+def is_causal(rule: Traced) -> bool:
+    """Whether a rule is that each query sees the keys up to its own position, and says nothing else."""
+    return rule.code in _CAUSAL
 
 
 def _seen(layout: Layout, axes: tuple[int, int]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexsparse.backends import Call, Work
+from flexsparse.backends import Call, Work, member
 from flexsparse.backends.compiled import Kernel, entered
 from flexsparse.backends.routes import arguments, kernel_of, remember
 from flexsparse.layout import Layout, as_block_mask, widened
@@ -106,6 +106,8 @@ def decoded(layout: Layout, queries: int) -> bool:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
+    if member.suits(work):
+        return member.run(work)
     if (found := again(work, name)) is not None:
         return found
     gathers = work.layout.program.gathers(work.layout.block_size)
