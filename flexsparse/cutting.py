@@ -73,7 +73,9 @@ def launches_of(
     by_column = list(columns[:4])
     if rows is not None:
         by_column = _turned(whole, span, columns.room)
-        pieces = [*pieces, *_turned(pieces, span, Room(cuts.row_slots, cuts.row_slots))]
+        # A tile stands in one piece: no more of them visit a column than rows did.
+        room = Room(*(min(cuts.row_slots, n) for n in columns.room))
+        pieces = [*pieces, *_turned(pieces, span, room)]
     if not cuts.column_slots:
         return Launches([*whole, *by_column], pieces, rows, [], None)
     trained, keys = _columns_cut(whole, by_column, cuts, span)
