@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from flexsparse.cutting import Cuts
 from flexsparse.device import lasting
 from flexsparse.grid import Grid
 from flexsparse.intervals import rule_codes, rule_lists
+from flexsparse.kernels.columns import Room
 from flexsparse.occupancy import kernel_span, list_axes, logical_span, on_device_only
 from flexsparse.program import FixedTables, MaskProgram
 from flexsparse.tracing import naming
@@ -42,7 +43,7 @@ class Terms(NamedTuple):
     empty: Empty = "zero"
     sanitize: bool = False
     element: Element = Element()
-    columns: int | None = None
+    columns: Room | Literal[0] | None = None
     cuts: Cuts | None = None
 
     @property

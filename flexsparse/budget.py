@@ -166,7 +166,7 @@ def count(layout: Layout, together: Together | None = None) -> Budget:
     rows, columns = layout.span.tiles
     list_bytes = 4 * 2 * (rows * (layout.kv_indices.shape[-1] + 1))
     if layout.columns is not None:
-        list_bytes += 4 * 2 * (columns * (layout.columns.partial_idx.shape[-1] + 1))
+        list_bytes += 4 * columns * (sum(layout.columns.room) + 2)
     kept = _list_heads(layout)
     read = {1: reads.shared, kv_heads: reads.per_kv_head, heads: reads.per_query_head}[kept]
     q_tile, kv_tile = layout.block_size

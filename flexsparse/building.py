@@ -31,7 +31,7 @@ from flexsparse.errors import ArgumentError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.as_given import given_tiles
-from flexsparse.kernels.columns import ColumnTiles, column_tiles
+from flexsparse.kernels.columns import ColumnTiles, Room, column_tiles
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.rows import EMPTY, FULL, RowTiles, pack_bits, row_tiles
@@ -227,7 +227,7 @@ def assembled(
 def by_column(terms: Terms, bits: Tensor) -> ColumnTiles:
     """The lists by column, with the room that the terms give them."""
     rows, columns = terms.span.tiles
-    return column_tiles(bits, columns, terms.columns or rows)
+    return column_tiles(bits, columns, terms.columns or Room(rows, rows))
 
 
 def lists_for(terms: Terms, select: Selection | None, codes: tuple[int, int] | None) -> Lists:
@@ -268,7 +268,7 @@ def settled(layout: Layout) -> Layout:
         kv_indices=kv_indices,
         full_kv_num_blocks=full_kv_num_blocks,
         full_kv_indices=full_kv_indices,
-        columns=column_tiles(pack_bits(torch.stack([some, full])), columns, rows),
+        columns=column_tiles(pack_bits(torch.stack([some, full])), columns, Room(rows, rows)),
     )
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flexsparse.ahead import Ahead, Terms
-from flexsparse.building import assembled, make
+from flexsparse.building import assembled, by_column, make
 from flexsparse.device import lasting
 from flexsparse.errors import ArgumentError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
-from flexsparse.kernels.columns import column_tiles
+from flexsparse.kernels.columns import Room, column_tiles
 from flexsparse.kernels.compress import expand
 from flexsparse.kernels.rows import no_words, pack_bits
 from flexsparse.layout import Layout
@@ -51,7 +52,7 @@ def chunk_terms(terms: Terms, start: int, stop: int) -> Terms:
     grid = Grid(stop - start, whole.kv_len, q_offset=whole.q_offset + start, batch=whole.batch)
     program = replace(terms.program, offset=offset_kind(grid))
     # How many rows of a few visit a column was not measured.
-    columns = 0 if terms.columns == 0 else None
+    columns: Literal[0] | None = 0 if terms.columns == 0 else None
     return terms._replace(program=program, grid=grid, columns=columns, cuts=None)
 
 
@@ -65,7 +66,7 @@ def chunk_ahead(ahead: Ahead, terms: Terms, start: int) -> Ahead:
         lists = [_cut(x, terms, start) for x in ahead.lists[:4]]
         if len(ahead.lists) > 4:
             rows, columns = terms.span.tiles
-            lists += column_tiles(_bits(lists, columns), columns, rows)[:4]
+            lists += column_tiles(_bits(lists, columns), columns, Room(rows, rows))[:4]
     return Ahead(ahead.versions, ahead.tables._replace(offset=offset), codes, lists)
 
 
@@ -91,8 +92,7 @@ def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layo
     by_row = [_cut(x, terms, start) for x in layout.lists[:4]]
     columns = None
     if terms.columns != 0:
-        tiles = terms.span.tiles
-        columns = column_tiles(_bits(by_row, tiles[1]), tiles[1], tiles[0])
+        columns = by_column(terms, _bits(by_row, terms.span.tiles[1]))
     tables = program.tables(ahead.tables, words)
     return assembled(terms, ahead, select, tables, by_row, columns)
 

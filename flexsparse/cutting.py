@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span
-from flexsparse.kernels.columns import ColumnTiles, column_tiles
+from flexsparse.kernels.columns import ColumnTiles, Room, column_tiles, moved, side_by_side
 from flexsparse.kernels.cut import Laid, Pieces, cut_lists
 from flexsparse.kernels.tile_bits import tile_bits
 
@@ -50,6 +50,14 @@ class Launches(NamedTuple):
     trained: list[Tensor]
     columns: Slots | None
 
+    def to(self, device: torch.device | str) -> Launches:
+        rows, columns = (s and Slots(*(t.to(device) for t in s)) for s in (self.rows, self.columns))
+        whole, pieces, trained = (
+            [*(t.to(device) for t in lists[:4]), *moved(lists[4:], device)]
+            for lists in (self.whole, self.pieces, self.trained)
+        )
+        return Launches(whole, pieces, rows, trained, columns)
+
 
 def launches_of(
     lists: Sequence[Tensor], columns: ColumnTiles | None, cuts: Cuts, span: Span
@@ -64,8 +72,10 @@ def launches_of(
         return Launches(whole, pieces, rows, [], None)
     by_column = list(columns[:4])
     if rows is not None:
-        by_column = _turned(whole, span, columns.capacity)
-        pieces = [*pieces, *_turned(pieces, span, cuts.row_slots)]
+        by_column = _turned(whole, span, columns.room)
+        # A tile stands in one piece: no more of them visit a column than rows did.
+        room = Room(*(min(cuts.row_slots, n) for n in columns.room))
+        pieces = [*pieces, *_turned(pieces, span, room)]
     if not cuts.column_slots:
         return Launches([*whole, *by_column], pieces, rows, [], None)
     trained, keys = _columns_cut(whole, by_column, cuts, span)
@@ -76,10 +86,10 @@ def _rest(lists: Sequence[Tensor], cut: Pieces) -> list[Tensor]:
     return [cut.partial_num, lists[1], cut.full_num, lists[3]]
 
 
-def _turned(lists: Sequence[Tensor], span: Span, capacity: int) -> list[Tensor]:
+def _turned(lists: Sequence[Tensor], span: Span, room: Room) -> list[Tensor]:
     """The same tiles by column."""
     columns = span.tiles[1]
-    return list(column_tiles(tile_bits(lists, columns), columns, capacity)[:4])
+    return list(column_tiles(tile_bits(lists, columns), columns, room)[:4])
 
 
 def _columns_cut(
@@ -92,11 +102,16 @@ def _columns_cut(
     cut = cut_lists(by_column, cuts.column, slots, laid, but_last=ragged)
     rest = _rest(by_column, cut)
     found = [x if i % 2 == 0 else x + slots for i, x in enumerate(whole)]
+    joined = []
     for i, (piece, own) in enumerate(zip(cut.lists, rest, strict=True)):
         if i % 2:
+            # Of neither kind does a piece hold more than its list.
             missing = own.shape[-1] - piece.shape[-1]
             piece = torch.nn.functional.pad(piece, (0, missing))
-        found.append(torch.cat([piece, own], 2).contiguous())
+        joined.append(torch.cat([piece, own], 2).contiguous())
+    partial_num, partial_idx, full_num, full_idx = joined
+    partial_idx, full_idx = side_by_side(partial_idx, full_idx)
+    found += [partial_num, partial_idx, full_num, full_idx]
     keys = torch.arange(span.kv_len, dtype=torch.int32, device=cut.place.device)
     all_laid = torch.cat([cut.place, keys.expand(*cut.place.shape[:2], -1)], 2)
     return found, Slots(cut.place, all_laid, cut.owner, cut.parts)

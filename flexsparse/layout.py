@@ -19,7 +19,7 @@ from flexsparse.device import lasting
 from flexsparse.errors import LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
-from flexsparse.kernels.columns import ColumnTiles, column_tiles
+from flexsparse.kernels.columns import ColumnTiles, Room, column_tiles, moved
 from flexsparse.kernels.compress import expand
 from flexsparse.kernels.tile_bits import tile_bits
 from flexsparse.listed import visible_pairs
@@ -46,9 +46,10 @@ class Layout(Shown):
     ``kv_num_blocks [B, H, R]`` says how many of ``kv_indices [B, H, R, W]`` row r visits and masks;
     the ``full_`` lists need no mask. ``columns`` are the same tiles by column, for gradients of keys
     and values; None where a plan needs none. B and H are 1 where all batches or heads share their
-    lists, W is the most that a row can hold. All int32, contiguous, rising. ``launches`` are the same
-    tiles as kernels are given them where long rows and columns are ``cuts`` into pieces; ``order`` is
-    that of rows where they are not as they were.
+    lists, W is the most that a row can hold. All int32, rising, contiguous but for the rows of columns,
+    of which both kinds stand side by side. ``launches`` are the same tiles as kernels are given them
+    where long rows and columns are ``cuts`` into pieces; ``order`` is that of rows where they are not as
+    they were.
     """
 
     grid: Grid
@@ -125,7 +126,7 @@ class Layout(Shown):
     @property
     def may_lack_rows(self) -> bool:
         """Whether columns have less room than there are rows, which some selection may need."""
-        cut = self.columns is not None and self.columns.capacity < self.span.tiles[0]
+        cut = self.columns is not None and min(self.columns.room) < self.span.tiles[0]
         return cut and self.select is not None
 
     def tile_maps(self) -> tuple[Tensor, Tensor]:
@@ -137,12 +138,12 @@ class Layout(Shown):
         )
 
     @lasting
-    def with_columns(self, capacity: int | None = None) -> Layout:
-        """The layout with its lists by column, each as long as ``capacity``, by default all rows."""
+    def with_columns(self, room: Room | None = None) -> Layout:
+        """The layout with its lists by column, with ``room`` for so many rows, by default for all."""
         rows, columns = self.span.tiles
         bits = tile_bits(self.lists[:4], columns)
-        capacity = rows if capacity is None else capacity
-        return replace(self, columns=column_tiles(bits, columns, capacity)).cut(self.cuts)
+        room = Room(rows, rows) if room is None else room
+        return replace(self, columns=column_tiles(bits, columns, room)).cut(self.cuts)
 
     @lasting
     def cut(self, cuts: Cuts | None) -> Layout:
@@ -200,11 +201,14 @@ class Layout(Shown):
             for name, value in vars(self).items()
             if isinstance(value, Tensor | Selection)
         }
-        columns = None
+        columns = launches = None
         if self.columns is not None:
-            columns = ColumnTiles(*(t.to(device) for t in self.columns))
+            degrees = self.columns.degrees.to(device)
+            columns = ColumnTiles._make([*moved(self.columns[:4], device), degrees])
+        if self.launches is not None:
+            launches = self.launches.to(device)
         tables = [t.to(device) for t in self.tables]
-        launches, order = tree_map_only(Tensor, lambda t: t.to(device), (self.launches, self.order))
+        order = tree_map_only(Tensor, lambda t: t.to(device), self.order)
         return replace(
             self, **tensors, tables=tables, columns=columns, launches=launches, order=order
         )
@@ -219,12 +223,13 @@ class Layout(Shown):
 
 
 def widened(lists: Sequence[Tensor], span: Span) -> list[Tensor]:
-    """Lists as wide as there are tiles to list, as torch's own helpers expect them."""
+    """Contiguous lists as wide as there are tiles to list, as torch's own helpers expect them."""
     rows, columns = span.tiles
     found = list(lists)
     for i in range(1, len(found), 2):
         missing = (columns if i < 4 else rows) - found[i].shape[-1]
-        found[i] = torch.nn.functional.pad(found[i], (0, missing)) if missing else found[i]
+        wide = torch.nn.functional.pad(found[i], (0, missing)) if missing else found[i]
+        found[i] = wide.contiguous()
     return found
 
 

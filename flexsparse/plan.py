@@ -20,6 +20,7 @@ from flexsparse.device import without_autocast
 from flexsparse.errors import ArgumentError, BackendError, EmptyRowError, LayoutError
 from flexsparse.fitting import as_made, check_own, check_select, check_tensors, checked_qkv
 from flexsparse.grid import Grid
+from flexsparse.kernels.columns import Room
 from flexsparse.layout import Layout
 from flexsparse.merge import Partial, with_sink
 from flexsparse.moving import Step, check_step, move, ready, refuse_outside, refuse_past
@@ -296,9 +297,8 @@ class Plan(Shown):
         assert layout.columns is not None
         if not layout.may_lack_rows or on_device_only(self.device):
             return layout
-        if (most := int(layout.columns.most)) <= layout.columns.capacity:
-            return layout
-        return self._with_room(layout, most)
+        needed = layout.columns.needed()
+        return layout if layout.columns.room.holds(needed) else self._with_room(layout, needed)
 
     def measured(self, layout: Layout) -> Layout:
         """Cuts the lists by column to what they need and a quarter more, where they are large."""
@@ -314,11 +314,11 @@ class Plan(Shown):
             or on_device_only(self.device)
         ):
             return layout
-        return self._with_room(layout, int(layout.columns.most))
+        return self._with_room(layout, layout.columns.needed())
 
-    def _with_room(self, layout: Layout, most: int) -> Layout:
-        """From here on columns have room for ``most`` rows and a quarter more."""
-        room = max(1, min(layout.span.tiles[0], most + most // 4))
+    def _with_room(self, layout: Layout, needed: Room) -> Layout:
+        """From here on columns have room for ``needed`` rows and a quarter more."""
+        room = needed.grown(layout.span.tiles[0])
         object.__setattr__(self, "terms", self.terms._replace(columns=room))
         return layout.with_columns(room)
 
@@ -339,13 +339,17 @@ class Plan(Shown):
         layout.refuse_outdated()
         if layout.has_empty_row is not None and bool(layout.has_empty_row):
             raise EmptyRowError("some query sees no key, and empty='error'")
-        columns = layout.columns
-        if columns is not None and int(columns.most) > columns.capacity:
-            raise LayoutError(
-                f"a column of tiles is visited by {int(columns.most)} rows of tiles, but this plan has "
-                f"room for {columns.capacity}: gradients of keys and values are incomplete; make the "
-                "plan from a selection as uneven as this one"
-            )
+        if layout.columns is None:
+            return
+        room, needed = layout.columns.room, layout.columns.needed()
+        for kind in Room._fields:
+            given, asked = getattr(room, kind), getattr(needed, kind)
+            if asked > given:
+                raise LayoutError(
+                    f"a column of tiles is visited by {asked} rows of {kind} tiles, but this plan has room "
+                    f"for {given}: gradients of keys and values are incomplete; make the plan from a "
+                    "selection as uneven as this one"
+                )
 
     def _score_tables(self) -> list[Tensor]:
         if self.score_program is None:

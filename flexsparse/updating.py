@@ -110,7 +110,7 @@ def _convert(
     _copy_all(layout.tables, program.tables(ahead.tables, words))
     if columns is not None:
         bits = bits if at is None else tile_bits(layout.lists[:4], span.tiles[1])
-        _copy_all(columns, column_tiles(bits, span.tiles[1], columns.capacity))
+        _copy_all(columns, column_tiles(bits, span.tiles[1], columns.room))
 
 
 def _tile_rows(rows: Rows, g: Geometry, device: torch.device) -> Tensor:
@@ -144,7 +144,7 @@ def _rewrite_words(words: Tensor, select: Selection, rows: Rows) -> None:
 
 def _copy(layout: Layout, made: Layout) -> None:
     if layout.columns is not None and made.columns is None:
-        made = made.with_columns(layout.columns.capacity)
+        made = made.with_columns(layout.columns.room)
     for old, new in zip(layout.lists, made.lists, strict=True):
         if old.ndim == 4 and new.shape[-1] > old.shape[-1]:
             raise LayoutError(

@@ -416,15 +416,19 @@ def test_lists_are_those_of_the_map(
     lists = lists_of(given.found)
     maps = [given.partial, given.full]
     maps += [m.transpose(-1, -2) for m in maps]
+    widest_row = max(1, int(lists[0].max()), int(lists[2].max()))
     for present, counts, indices in zip(maps, lists[::2], lists[1::2], strict=True):
         wanted_counts, wanted = compress(present)
         width = indices.shape[-1]
         longest = max(1, int(counts.max()))
-        assert longest <= width <= (wanted.shape[-1] if whole else 2 * longest)
+        # By row both kinds are as wide.
+        widest = longest if any(present is m for m in maps[2:]) else widest_row
+        assert longest <= width <= (wanted.shape[-1] if whole else 2 * widest)
         assert torch.equal(counts, wanted_counts)
         assert torch.equal(indices, wanted[..., :width])
-        assert indices.is_contiguous()
         assert counts.dtype == indices.dtype == torch.int32
+    assert lists[1].is_contiguous() and lists[3].is_contiguous()
+    assert lists[1].stride() == lists[3].stride() and lists[5].stride() == lists[7].stride()
 
 
 @pytest.mark.parametrize("name", [n for n in GALLERY if n != "none"])
@@ -549,7 +553,8 @@ def test_a_million_tokens() -> None:
     edge = (row >= window // tile).int() + (row > window // tile).int()
     assert torch.equal(layout.kv_num_blocks[0, 0], (1 + edge).to(torch.int32))
     assert sum(x.numel() for x in layout.lists) < 100 * rows + 2 * rows * rows
-    assert layout.kv_indices.shape[-1] == 4
+    # As the full ones need: both kinds have the same strides.
+    assert layout.kv_indices.shape[-1] == layout.full_kv_indices.shape[-1] == window // tile
 
 
 @pytest.mark.gpu

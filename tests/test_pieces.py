@@ -281,6 +281,11 @@ def test_launches_are_part_of_the_tree() -> None:
     again = tree_unflatten(leaves, spec)
     assert again.launches.whole[0] is layout.launches.whole[0]
     assert layout.to("cpu").launches.columns.parts is not None
+    for launches in (layout.launches, layout.to("meta").launches):
+        for lists in (launches.whole, launches.pieces, launches.trained):
+            assert len(lists) == 8
+            assert lists[1].stride() == lists[3].stride()
+            assert lists[5].stride() == lists[7].stride()
 
 
 def test_a_plan_says_that_it_cuts() -> None:

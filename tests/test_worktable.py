@@ -16,6 +16,7 @@ from flexsparse.kernels import columns, dedupe, membership, rows
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.masks import Causal, SlidingWindow
+from flexsparse.selectors import Random
 
 
 def by_hand(indices: Tensor, codes: Tensor | None, g: Geometry, lists: Lists) -> tuple[Any, Any]:
@@ -104,7 +105,7 @@ def test_row_and_column_lists_are_what_a_loop_finds(
     partial, full = by_hand(indices, codes, g, lists)
     assert listed(made.partial_num, made.partial_idx) == partial
     assert listed(made.full_num, made.full_idx) == full
-    turned = columns.column_tiles(made.bits, g.tiles[1], g.tiles[0])
+    turned = columns.column_tiles(made.bits, g.tiles[1], columns.Room(g.tiles[0], g.tiles[0]))
     for name, num, idx in (
         (partial, turned.partial_num, turned.partial_idx),
         (full, turned.full_num, turned.full_idx),
@@ -127,10 +128,39 @@ def test_bits_hold_a_map() -> None:
 def test_columns_beyond_their_room_are_told() -> None:
     """What does not fit is counted, so that whoever asked can ask again with more room."""
     bits = rows.pack_bits(torch.ones(2, 1, 1, 9, 5, dtype=torch.bool))
-    made = columns.column_tiles(bits, 5, 4)
-    assert int(made.most) == 9 and made.capacity == 4
-    assert made.partial_num.tolist() == [[[4] * 5]]
+    made = columns.column_tiles(bits, 5, columns.Room(4, 9))
+    assert made.needed() == columns.Room(9, 9) and made.room == columns.Room(4, 9)
+    assert made.partial_num.tolist() == [[[4] * 5]] and made.full_num.tolist() == [[[9] * 5]]
     assert made.partial_idx[0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert made.full_idx[0, 0, 0].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("room", [(1, 1), (4, 30), (7, 2), (30, 30)])
+def test_both_kinds_of_a_column_have_the_same_strides(room: tuple[int, int]) -> None:
+    """torch 2.11 reads the full ones by the strides of the partial; elsewhere than at multiples of 16 bytes
+    torch copies an input."""
+    draw = torch.Generator().manual_seed(0)
+    bits = rows.pack_bits(torch.rand(2, 2, 3, 30, 11, generator=draw) < 0.3)
+    made = columns.column_tiles(bits, 11, columns.Room(*room))
+    lists = list(made[:4])
+    for num, idx, full_num, full_idx in (lists, columns.moved(lists, "meta")):
+        assert (idx.shape[-1], full_idx.shape[-1]) == room
+        assert num.stride() == full_num.stride() and idx.stride() == full_idx.stride()
+        batch, head, _, slot = idx.stride()
+        assert slot == 1 and batch == 3 * head
+        assert idx.storage_offset() % 4 == full_idx.storage_offset() % 4 == 0
+        assert idx.untyped_storage().nbytes() == 4 * 66 * columns.Room(*room).slots
+    whole = columns.column_tiles(bits, 11, columns.Room(30, 30))
+    assert torch.equal(made.partial_idx[..., :1], whole.partial_idx[..., :1])
+    assert torch.equal(made.full_idx[..., :1], whole.full_idx[..., :1])
+
+
+def test_what_a_column_has_room_for() -> None:
+    assert columns.Room(1, 89).grown(1024) == columns.Room(4, 112)
+    assert columns.Room(0, 6).grown(6) == columns.Room(4, 6)
+    assert columns.Room(4, 112).holds(columns.Room(4, 112))
+    assert not columns.Room(4, 112).holds(columns.Room(5, 1))
+    assert not columns.Room(4, 112).holds(columns.Room(1, 113))
 
 
 def training(selects: fs.Selection, **options: Any) -> tuple[fs.Plan, list[Tensor]]:
@@ -139,27 +169,58 @@ def training(selects: fs.Selection, **options: Any) -> tuple[fs.Plan, list[Tenso
     return fs.make_plan(q, k, v, select=selects, tile=16, backend="tiles", **options), [q, k, v]
 
 
-def spread(column: int | None) -> fs.Selection:
-    """Each row of queries its own block, or all of them one block."""
+def spread(column: int | None, kv_block: int = 16) -> fs.Selection:
+    """Each row of queries its own block, or all of them one block; full tiles, or parts of tiles."""
     own = torch.arange(20).view(1, 1, 20, 1)
-    indices = own if column is None else torch.full_like(own, column)
-    return fs.Selection.from_indices(indices, kv_len=320, q_len=320, kv_block=16, q_block=16)
+    indices = (own if column is None else torch.full_like(own, column)) * (16 // kv_block)
+    return fs.Selection.from_indices(indices, kv_len=320, q_len=320, kv_block=kv_block, q_block=16)
 
 
-def test_a_plan_gives_columns_the_room_they_need_and_regrows() -> None:
+@pytest.mark.parametrize("split", [None, 8], ids=["whole", "cut"])
+@pytest.mark.parametrize("kind", ["partial", "full"])
+def test_a_plan_gives_columns_the_room_they_need_and_regrows(kind: str, split: int | None) -> None:
     """A selection that leans on one column, in a plan made from an even one, loses no gradient."""
-    plan, inputs = training(spread(None))
+    block = 16 if kind == "full" else 8
+    even, uneven = spread(None, block), spread(3, block)
+    plan, inputs = training(even, split=split)
     assert plan.first is not None and plan.first.columns is not None
-    assert plan.terms.columns == plan.first.columns.capacity == 1
-    crowded = plan.layout(spread(3))
-    with pytest.raises(fs.FlexSparseError, match="visited by 20 rows of tiles, but .* room for 1"):
+    assert plan.terms.columns == plan.first.columns.room == columns.Room(4, 4)
+    crowded = plan.layout(uneven)
+    told = f"visited by 20 rows of {kind} tiles, but .* room for 4"
+    with pytest.raises(fs.FlexSparseError, match=told):
         plan.raise_pending(crowded)
     out = plan.run(*inputs, crowded).out
     got = torch.autograd.grad(out.square().sum(), inputs)
-    true = torch.autograd.grad(fs.reference(*inputs, select=spread(3)).out.square().sum(), inputs)
+    true = torch.autograd.grad(fs.reference(*inputs, select=uneven).out.square().sum(), inputs)
     torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
-    assert plan.terms.columns == 20
-    plan.raise_pending(plan.layout(spread(3)))
+    grown = columns.Room(4, 20) if kind == "full" else columns.Room(20, 4)
+    assert plan.terms.columns == grown
+    plan.raise_pending(plan.layout(uneven))
+
+
+def test_full_tiles_leave_the_room_of_partial_ones_small() -> None:
+    """Of blocks that fill tiles only the diagonal is masked inside."""
+    q, k, v = (torch.randn(1, 2, 4096, 16, requires_grad=True) for _ in range(3))
+    select = Random(block=64, keep=8, q_block=64)
+    plan = fs.make_plan(q, k, v, rule=Causal(), select=select, tile=64, backend="tiles")
+    assert plan.first is not None and plan.first.columns is not None
+    made, needed = plan.first.columns, plan.first.columns.needed()
+    assert needed.partial == 1 and needed.full > 8 and made.room == needed.grown(64)
+    slots = made.partial_idx.untyped_storage().nbytes() // 4
+    assert slots == 2 * 64 * sum(made.room)
+    # As much as two lists for the worst column of either kind less what the partial ones need not.
+    assert slots == 2 * 64 * (2 * made.room.full - (made.room.full - 4))
+    kept = 4 * (slots + made.partial_num.numel() + made.full_num.numel())
+    by_row = sum(t.nbytes for t in plan.first.lists[:4])
+    assert sum(t.nbytes for t in plan.first.lists) == by_row + kept
+    mask = plan.first.block_mask
+    assert mask.q_indices is not None and mask.full_q_indices is not None
+    assert mask.q_indices.shape == mask.full_q_indices.shape == (1, 2, 64, 64)
+    assert mask.q_indices.is_contiguous() and mask.full_q_indices.is_contiguous()
+    moved = plan.first.to("meta")
+    assert moved.columns is not None
+    assert moved.columns.partial_idx.stride() == moved.columns.full_idx.stride()
+    assert moved.columns.room == made.room
 
 
 def test_a_plan_without_gradients_makes_no_lists_by_column() -> None:
@@ -251,11 +312,11 @@ def test_the_kernels_are_their_twins(
         assert torch.equal(ours, theirs.cpu())
     bare = rows.row_tiles(indices.cuda(), candidates, None, g, lists, words=False)
     assert bare.words.numel() == 0
-    for capacity in {1, g.tiles[0]}:
-        turned = columns.column_tiles(made.bits, g.tiles[1], capacity)
-        there_turned = columns.column_tiles(there.bits, g.tiles[1], capacity)
+    for room in {columns.Room(1, 1), columns.Room(1, 6), columns.Room(*[g.tiles[0]] * 2)}:
+        turned = columns.column_tiles(made.bits, g.tiles[1], room)
+        there_turned = columns.column_tiles(there.bits, g.tiles[1], room)
         for ours, theirs in zip(turned, there_turned, strict=True):
-            assert torch.equal(ours, theirs.cpu())
+            assert torch.equal(ours, theirs.cpu()) and ours.stride() == theirs.stride()
     draw = torch.Generator().manual_seed(candidates)
     raw = torch.randint(-2, candidates + 3, (2, 3, 5, indices.shape[-1] + 3), generator=draw)
     for form in (raw, raw.int(), raw.transpose(1, 2)):

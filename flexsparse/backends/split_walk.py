@@ -178,7 +178,7 @@ def _joined(peak: Tensor, mass: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def most_tiles(widths: tuple[int, int], columns: int, *, selected: bool) -> int:
     """The most tiles that a lane can list, its lists being so wide.
 
-    What a selection names has room in either list; of a rule each is as wide as it needs.
+    What a selection names has room in either list; of a rule either may be as long.
     """
     return min(columns, widths[0] if selected else sum(widths))
 

@@ -14,6 +14,7 @@ from flexsparse.intervals.fused import OPEN, FusedJudge, fused_judge
 from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import rule_tiles
 from flexsparse.intervals.runs import RuleTiles, Runs
+from flexsparse.kernels.columns import side_by_side
 from flexsparse.kernels.tile_lists import longest, tile_lists
 from flexsparse.program import MaskProgram
 from flexsparse.rules import MaskMod
@@ -61,7 +62,7 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
     """Counts and indices by row of the partial tiles and of the full; then, where asked, by column.
 
     As in `compress`, but lists of a large grid are no wider than their longest needs, rounded up to a
-    power of two so that few shapes of lists, and so few kernels, come about.
+    power of two so that few shapes of lists, and so few kernels, come about; both kinds by the same strides.
     """
     rows, columns = tiles.span.tiles
     kinds = (tiles.partial, tiles.full)
@@ -71,10 +72,10 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
         return lists_of_map(painted(tiles), by_column=by_column)
     by_row = [_written(runs, (*tiles.lists, rows), columns) for runs in kinds]
     if not by_column:
-        return [x for pair in by_row for x in pair]
+        return _alike([x for pair in by_row for x in pair])
     turned = [_turned(runs, lists, rows, columns) for runs in kinds]
     down = [_written(runs, (*tiles.lists, columns), rows) for runs in turned]
-    return [x for pair in (*by_row, *down) for x in pair]
+    return _alike([x for pair in (*by_row, *down) for x in pair])
 
 
 def lists_of_map(codes: Tensor, *, by_column: bool = True) -> list[Tensor]:
@@ -84,7 +85,21 @@ def lists_of_map(codes: Tensor, *, by_column: bool = True) -> list[Tensor]:
     if codes.numel() > WHOLE:
         rooms = [_width(n, room) for n, room in zip(longest(codes), rooms, strict=True)]
     made = tile_lists(codes, *rooms[:2])
-    return [*made, *tile_lists(codes.transpose(-1, -2), *rooms[2:])] if by_column else made
+    if by_column:
+        made += tile_lists(codes.transpose(-1, -2), *rooms[2:])
+    return _alike(made)
+
+
+def _alike(lists: list[Tensor]) -> list[Tensor]:
+    """The lists, of which both kinds have the same strides: torch 2.11 reads the full by those of the
+    partial. By row, where many kernels take lists as contiguous, one is padded."""
+    wide = max(lists[1].shape[-1], lists[3].shape[-1])
+    for i in (1, 3):
+        if missing := wide - lists[i].shape[-1]:
+            lists[i] = torch.nn.functional.pad(lists[i], (0, missing))
+    if len(lists) > 4 and lists[5].shape != lists[7].shape:
+        lists[5], lists[7] = side_by_side(lists[5], lists[7])
+    return lists
 
 
 def _written(runs: Runs, shape: tuple[int, int, int], columns: int) -> tuple[Tensor, Tensor]:

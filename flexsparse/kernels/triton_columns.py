@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels.columns import Room, buffers
 from flexsparse.kernels.launching import dispatch
 from flexsparse.shapes import ceil_div, next_power_of_two
 
@@ -16,8 +17,8 @@ _WARPS = 1
 
 @triton.jit
 def _columns(
-    bits, counts, idx, rows, columns, lanes,
-    CAPACITY: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+    bits, counts, idx, rows, columns, lanes, partial, full, first_full, slots,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     start_column = tl.program_id(0) * COLUMNS
     w = start_column // 32
@@ -28,6 +29,8 @@ def _columns(
     place = column % 32
     exists = column < columns
     out = (plane * lanes + lane) * columns + column
+    room = tl.where(plane == 0, partial, full)
+    line = idx + (lane * columns + column) * slots + tl.where(plane == 0, 0, first_full)
     count = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -35,27 +38,25 @@ def _columns(
         word = tl.load(bits + at, mask=row < rows, other=0)
         listed = (word[:, None] >> place[None, :]) & 1
         slot = count[None, :] + tl.cumsum(listed, 0) - listed
-        spot = idx + out[None, :] * CAPACITY + slot
         value = row[:, None] + tl.zeros([ROWS, COLUMNS], tl.int32)
-        tl.store(spot, value, mask=(listed != 0) & (slot < CAPACITY) & exists[None, :])
+        tl.store(line[None, :] + slot, value, mask=(listed != 0) & (slot < room) & exists[None, :])
         count += tl.sum(listed, 0)
     degree = ((2 + plane) * lanes + lane) * columns + column
-    tl.store(counts + out, tl.minimum(count, CAPACITY), mask=exists)
+    tl.store(counts + out, tl.minimum(count, room), mask=exists)
     tl.store(counts + degree, count, mask=exists)
-    for start in range(0, CAPACITY, SLOTS):
+    for start in range(0, room, SLOTS):
         slot = start + tl.arange(0, SLOTS)[None, :]
-        unused = (slot >= count[:, None]) & (slot < CAPACITY) & exists[:, None]
-        tl.store(idx + out[:, None] * CAPACITY + slot, 0, mask=unused)
+        unused = (slot >= count[:, None]) & (slot < room) & exists[:, None]
+        tl.store(line[:, None] + slot, 0, mask=unused)
 
 
-def launch(bits: Tensor, columns: int, capacity: int) -> tuple[Tensor, Tensor]:
+def launch(bits: Tensor, columns: int, room: Room) -> tuple[Tensor, Tensor]:
     _, batch, heads, rows, _ = bits.shape
-    counts = bits.new_empty((2, 2, batch, heads, columns))
-    slots = bits.new_empty((2, batch, heads, columns, capacity))
+    counts, slots = buffers(bits, columns, room)
     dispatch(
         _columns, (ceil_div(columns, _COLUMNS), batch * heads, 2),
-        bits, counts, slots, rows, columns, batch * heads,
-        CAPACITY=capacity, ROWS=max(16, min(128, next_power_of_two(rows))),
-        SLOTS=min(64, next_power_of_two(capacity)), COLUMNS=_COLUMNS, num_warps=_WARPS,
+        bits, counts, slots, rows, columns, batch * heads, *room, room.first_full, room.slots,
+        ROWS=max(16, min(128, next_power_of_two(rows))),
+        SLOTS=min(64, next_power_of_two(max(room))), COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return counts, slots
