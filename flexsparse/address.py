@@ -121,7 +121,8 @@ class FoldedHeads(Identity):
             ) from None
 
     def unpack(self, x: Tensor, batch: int) -> Tensor:
-        return x.reshape(batch, self.heads, *x.shape[2:])
+        _, _, *rest = x.shape
+        return x.reshape(batch, self.heads, *rest)
 
     def logical(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
         return b // self.kv_heads, b % self.kv_heads * self.group + h, q, kv

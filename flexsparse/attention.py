@@ -182,9 +182,12 @@ def _value(part: Any, keep: list[Any]) -> object:
     """A part of a call that is no mod; most are plain values."""
     if part is None or type(part) in (bool, int, float, str):
         return type(part), part
-    if isinstance(part, Selection) and isinstance(part.held, Given):
+    if isinstance(part, Selection):
+        # All of it but its candidates stays as it was made.
         keep.append(part)
-        return id(part), part.held._version
+        candidates = part.held
+        given = isinstance(candidates, Given)
+        return id(part), candidates._version if given else held(candidates, keep)
     return held(part, keep)
 
 

@@ -89,7 +89,7 @@ def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layo
         asks = program.asks_member(terms.block_size)
         chosen = select.indices
         words = membership.pack(chosen, select.candidates) if asks else no_words(chosen)
-    by_row = [_cut(x, terms, start) for x in layout.lists[:4]]
+    by_row = [_cut(x, terms, start) for x in layout.by_row]
     columns = None
     if terms.columns != 0:
         columns = by_column(terms, _bits(by_row, terms.span.tiles[1]))

@@ -82,18 +82,25 @@ class Layout(Shown):
         return logical_span(self.address, self.grid, self.block_size)
 
     @property
-    def lists(self) -> list[Tensor]:
-        """The four lists by row and, where there are, the four by column, in torch's order."""
-        rows = [
+    def by_row(self) -> list[Tensor]:
+        """The four lists by row, in torch's order."""
+        return [
             self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
         ]  # fmt: skip
-        return rows if self.columns is None else [*rows, *self.columns[:4]]
+
+    @property
+    def lists(self) -> list[Tensor]:
+        """The four lists by row and, where there are, the four by column, in torch's order."""
+        return self.by_row if self.columns is None else [*self.by_row, *self.columns[:4]]
 
     @cached_property
     def form(self) -> tuple[object, ...]:
-        """Sizes of tiles, lists and tables, by which its kernel is known."""
+        """Sizes of tiles, lists and tables, by which its kernel is known, and what else there is of it."""
         tables = [(t.shape, t.dtype) for t in self.tables]
-        return (self.block_size, *[x.shape for x in self.lists], *tables)
+        parts = (self.has_empty_row, self.seen_keys, self.launches, self.order)
+        there = [part is not None for part in parts]
+        sizes = [x.shape for x in self.lists]
+        return (self.kv_indices.device, *there, self.block_size, *sizes, *tables)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -141,7 +148,7 @@ class Layout(Shown):
     def with_columns(self, room: Room | None = None) -> Layout:
         """The layout with its lists by column, with ``room`` for so many rows, by default for all."""
         rows, columns = self.span.tiles
-        bits = tile_bits(self.lists[:4], columns)
+        bits = tile_bits(self.by_row, columns)
         room = Room(rows, rows) if room is None else room
         return replace(self, columns=column_tiles(bits, columns, room)).cut(self.cuts)
 
@@ -150,7 +157,7 @@ class Layout(Shown):
         """The layout with its long rows and columns cut so, None for not at all."""
         launches = None
         if cuts is not None:
-            launches = launches_of(self.lists[:4], self.columns, cuts, self.span)
+            launches = launches_of(self.by_row, self.columns, cuts, self.span)
         return replace(self, cuts=cuts, launches=launches)
 
     @property

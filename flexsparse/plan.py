@@ -26,6 +26,7 @@ from flexsparse.merge import Partial, with_sink
 from flexsparse.moving import Step, check_step, move, ready, refuse_outside, refuse_past
 from flexsparse.occupancy import on_device_only
 from flexsparse.program import MaskProgram, ScoreProgram
+from flexsparse.repeats import again, note
 from flexsparse.result import Result
 from flexsparse.rules import MaskRule
 from flexsparse.scores import ScoreRule
@@ -235,6 +236,8 @@ class Plan(Shown):
         return_lse: bool = False,
     ) -> Result:
         """Attention over the tiles of ``layout``, by default those the plan was made with."""
+        if (repeated := again(self, q, k, v, layout, return_lse)) is not None:
+            return repeated
         if not as_made(self, q, k, v):
             q, k, v = checked_qkv(q, k, v)
             check_tensors(self, q, k, v)
@@ -252,24 +255,26 @@ class Plan(Shown):
         backend = BACKENDS[self.backend]
         score_tables = self._score_tables()
         learned = any(t.requires_grad for t in score_tables)
-        wanted = learned or any(x.requires_grad for x in (q, k, v))
+        wanted = learned or q.requires_grad or k.requires_grad or v.requires_grad
         need_lse = check_flag("return_lse", return_lse) or self.sink is not None
         grads = torch.is_grad_enabled() and wanted
         self._refuse(backend, grads, need_lse, learned)
         if grads and self.backend not in UNTILED:
             layout = self._with_columns(layout)
-        q, k, v = (self.address.pack(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        given, address = (q, k, v), self.address
+        q, k, v = address.pack(q, "q"), address.pack(k, "k"), address.pack(v, "v")
         if layout.seen_keys is not None:
             hidden = ~layout.seen_keys[..., None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         work = Work(q, k, v, layout, self.score_program, score_tables, self.scale, need_lse, grads)
         with without_autocast(self.device):
             out, lse = run_launches(backend, work)
-            out = self.address.unpack(out, self.grid.batch)
+            out = address.unpack(out, self.grid.batch)
             if lse is not None:
-                lse = self.address.unpack(lse, self.grid.batch)
+                lse = address.unpack(lse, self.grid.batch)
                 if self.sink is not None:
                     out, lse = with_sink(Partial(out, lse), self.sink)
+        note(self, *given, work)
         return Result(out, lse if return_lse else None, self, layout)
 
     def budget(self, layout: Layout | None = None) -> Budget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,9 @@ class Counted(Protocol):
 
     @property
     def _version(self) -> int: ...
+
+
+_count = attrgetter("_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +55,7 @@ class Versions:
         """Whether none has changed since."""
         if torch.compiler.is_compiling():
             return True
-        for tensor, count in zip(self.tensors, self.counts, strict=True):
-            if tensor._version != count:
-                return False
-        return True
+        return tuple(map(_count, self.tensors)) == self.counts
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tensors": self.tensors, "current": self.current}

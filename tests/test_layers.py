@@ -20,7 +20,7 @@ LAYERS = [
     "arguments merge reference conditioning",
     "address program coverage cutting ordering occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",
-    "backends rates cost overlap choice ways lengths telling result fitting plan quicker planning",
+    "backends rates cost overlap choice ways lengths telling result repeats fitting plan quicker planning",
     "attention modules",
     "checking samples measure",
     "viz",

@@ -27,7 +27,22 @@ TILE = 128
 # Of a rule: with so many its kernels have compiled within a test's time, with six and more not in 100 s.
 _MOST_DIVISIONS = 3
 _DIVISION = re.compile(r"torch\.ops\.aten\.(?:remainder|floor_divide|fmod)\.")
-_SPEECH = flex.Speech(mask_in_words, score_in_words, points=True)
+
+
+@cache
+def _lse_unit() -> float:
+    """By what torch's lse of these kernels is to be multiplied for a natural one.
+
+    They give a natural lse. torch before 2.13 took it for one of base 2, and converted it once more.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    inner = (c for c in flex_attention.__code__.co_consts if isinstance(c, CodeType))
+    asks = any("stats_are_log2" in code.co_varnames for code in inner)
+    return 1.0 if asks else 1 / math.log(2)
+
+
+_SPEECH = flex.Speech(mask_in_words, score_in_words, points=True, lse_unit=_lse_unit)
 
 
 def refuses(call: Call) -> str | None:
@@ -68,9 +83,7 @@ def tile_for(tile: tuple[int, int], call: Call) -> tuple[int, int]:
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:
-    found = flex.again(work, name)
-    out, lse = found or flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
-    return out, lse if lse is None else lse * _lse_unit()
+    return flex.again(work, name) or flex.run_with(work, {"BACKEND": "FLASH"}, _SPEECH)
 
 
 @cache
@@ -80,19 +93,6 @@ def installed() -> bool:
         return find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:
         return False
-
-
-@cache
-def _lse_unit() -> float:
-    """By what torch's lse of these kernels is to be multiplied for a natural one.
-
-    They give a natural lse. torch before 2.13 took it for one of base 2, and converted it once more.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    inner = (c for c in flex_attention.__code__.co_consts if isinstance(c, CodeType))
-    asks = any("stats_are_log2" in code.co_varnames for code in inner)
-    return 1.0 if asks else 1 / math.log(2)
 
 
 def _unsaid(program: MaskProgram, score: ScoreProgram | None) -> str | None:

@@ -119,14 +119,16 @@ def run(work: Work) -> tuple[Tensor, Tensor | None]:
 
 class Speech(NamedTuple):
     """How mods are said to a code generator: the same programs in operations that it knows, and
-    whether it reads a number only where an index points at it."""
+    whether it reads a number only where an index points at it. And what its lse, as torch gives it, is
+    to be multiplied by for a natural one."""
 
     mask: Callable[[MaskProgram], MaskProgram]
     score: Callable[[ScoreProgram], ScoreProgram]
     points: bool
+    lse_unit: Callable[[], float]
 
 
-PLAIN = Speech(lambda program: program, lambda score: score, points=False)
+PLAIN = Speech(lambda program: program, lambda score: score, points=False, lse_unit=lambda: 1.0)
 
 
 def run_with(
@@ -164,7 +166,7 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
     score = None if work.score is None else speech.score(work.score)
     block_size = work.layout.block_size
     split, layout = _reading(work, speech), work.layout
-    decoding = _decoding(work, speech)
+    decoding, lse_unit = _decoding(work, speech), speech.lse_unit() if want_lse else 1.0
     pointed = [speech.points and t.ndim == 0 for t in work.layout.tables]
 
     def flex(
@@ -189,7 +191,7 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
         if not want_lse:
             return flex_attention(q, k, v, **keywords), None
         out, aux = flex_attention(q, k, v, **keywords, return_aux=AuxRequest(lse=True))
-        return out, aux.lse
+        return out, aux.lse if lse_unit == 1 else aux.lse * lse_unit
 
     return flex
 
