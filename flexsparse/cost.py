@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     """Tiles of ``rows`` x ``keys`` to visit, over batch and query heads as the kernel has them; how many
     of them ask their pairs for membership, None if none can, and of how many keys a candidate is. One
     program visits up to ``row`` of them forward and ``column`` backward. Of ``partial`` ones the rule is
-    asked pair by pair."""
+    asked pair by pair. ``spread``: one word of membership is loaded for eight pairs."""
 
     number: float
     rows: int
@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
     row: float = 0.0
     column: float = 0.0
     partial: float = 0.0
+    spread: bool = False
 
 
 class Pairs(NamedTuple):
@@ -98,7 +99,9 @@ def tiled_ms(
     """Forward, and with ``grads`` backward too, of a kernel that visits tiles."""
     forward, backward = _reached(backend, dims, rates)
     slower = (1.0, 1.0)
-    if tiles.asked is not None:
+    if tiles.spread:
+        slower = (rates.spread, rates.spread_back)
+    elif tiles.asked is not None:
         part = tiles.asked / tiles.number if tiles.number else 0.0
         kind = "tokens" if tiles.block < _BLOCK else "blocks"
         slower = (_slower(kind, "", part, rates), _slower(kind, "_back", part, rates))
@@ -183,10 +186,11 @@ def gathered_ms(
 
 def _reached(backend: str, dims: Dims, rates: Rates) -> tuple[float, float]:
     """Parts of the matmul ceiling, forward and backward, on these head dims."""
-    at_128: tuple[float, float] = (getattr(rates, backend), getattr(rates, f"{backend}_back"))
-    half: float = getattr(rates, f"{backend}_half")
-    left: float = half ** max(0.0, math.log2(256 / sum(dims)))
-    return at_128[0] * left, at_128[1] * left
+    halved = max(0.0, math.log2(256 / sum(dims)))
+    forward: float = getattr(rates, backend) * getattr(rates, f"{backend}_half") ** halved
+    half_back = getattr(rates, f"{backend}_half_back")
+    backward: float = getattr(rates, f"{backend}_back") * half_back**halved
+    return forward, backward
 
 
 def _of_height(rows: int, rates: Rates) -> float:

@@ -9,24 +9,27 @@ class Rates(NamedTuple):
     """Parts of a ceiling unless said otherwise; of one H200 in bf16, fitted to 96 calls and their other ways.
 
     ``NAME`` and ``NAME_back`` are a kernel's parts of the matmul ceiling forward and in its backward, on
-    head dims of 128; at half of that ``NAME_half`` of either is left. See configs/bench/RESULTS.md.
+    head dims of 128; at half of that ``NAME_half`` and ``NAME_half_back`` of them are left. See configs/bench/RESULTS.md.
     """
 
     # Block top-k, 16 of 256 blocks, 32 heads, S=32768; dense is cuDNN, causal.
     flash: float = 0.829
     flash_back: float = 0.656
     flash_half: float = 0.69
+    flash_half_back: float = 0.69
     # How much longer a tile takes of which the rule is asked pair by pair.
     flash_masked: float = 1.28
     flash_masked_back: float = 1.26
     flex: float = 0.476
     flex_back: float = 0.467
     flex_half: float = 1.2
+    flex_half_back: float = 0.7
     flex_masked: float = 0.456
     flex_masked_back: float = 0.422
     dense: float = 0.718
     dense_back: float = 0.745
     dense_half: float = 0.796
+    dense_half_back: float = 0.796
     # By the height of a tile, of the speed of one of 128 rows: blocks of 64 keys which 8 neighbours
     # share, so that every height visits the same pairs (2.20, 3.76 and 6.38 ms; 4.35 without a mask).
     rows_64: float = 0.583
@@ -38,6 +41,9 @@ class Rates(NamedTuple):
     tokens_all: float = 1.3
     tokens_none_back: float = 1.4
     tokens_all_back: float = 1.75
+    # And where one word of single keys is loaded for eight pairs (S=16384, 1928 tiles).
+    spread: float = 1.15
+    spread_back: float = 1.4
     blocks_none: float = 1.48
     blocks_all: float = 1.83
     blocks_none_back: float = 1.2

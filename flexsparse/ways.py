@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexsparse.backends import Call, decode, dense, flash, gather
+from flexsparse.backends import Call, decode, dense, flash, gather, member
 from flexsparse.choice import (
     BACKENDS,
     DEFAULT_TILE,
@@ -200,8 +200,18 @@ def _selected(
         cut = 0.0
         if call.program.rule is not None:
             cut = _borders(grid, queries, keys) * grid.batch * address.kv_heads * each
+        own_rows = way != "pack" and not ordered
+        spread = asks is not None and own_rows and member.serves(call, (rows, keys))
         tiles = Tiles(
-            at.tiles * each, rows, keys, asks, select.kv_block, at.row, at.column * each, cut
+            at.tiles * each,
+            rows,
+            keys,
+            asks,
+            select.kv_block,
+            at.row,
+            at.column * each,
+            cut,
+            spread,
         )
         # q is laid anew, and out laid back.
         copied = (qkv[0].numel() * (1 + call.v_head_dim / call.head_dim)) * call.dtype.itemsize

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from flexsparse.address import FoldedHeads, Identity
-from flexsparse.backends import Work
+from flexsparse.backends import Call, Work
 from flexsparse.backends.dense import is_causal
 from flexsparse.program import MaskProgram
 
@@ -25,23 +25,33 @@ if TYPE_CHECKING:
 def suits(work: Work) -> bool:
     """Whether the own kernel can do this work."""
     q, k, v, layout, score = work[:5]
-    if not q.is_cuda or q.dtype.itemsize != 2 or score is not None or not asks(layout.program):
+    if not q.is_cuda or q.dtype.itemsize != 2 or score is not None or not _asks(layout.program):
         return False
     from flexsparse.kernels.triton_member import fits
 
+    as_they_are = type(layout.program.address) in (Identity, FoldedHeads)
     dense = all(x.stride(-1) == 1 for x in (q, k, v))
     columns = layout.columns is not None or not work.grads
-    return dense and columns and fits(layout.block_size, (q.shape[-1], v.shape[-1]))
+    dims = (q.shape[-1], v.shape[-1])
+    return as_they_are and dense and columns and fits(layout.block_size, dims)
 
 
-def asks(program: MaskProgram) -> bool:
-    """Whether a program is membership of single keys, causal or not, for heads that have rows of their own."""
+def serves(call: Call, tile: tuple[int, int]) -> bool:
+    """The same of a call over tiles of heads that have rows of their own, before there is a layout."""
+    if call.device.type != "cuda" or call.dtype.itemsize != 2 or call.scored:
+        return False
+    from flexsparse.kernels.triton_member import fits
+
+    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim))
+
+
+def _asks(program: MaskProgram) -> bool:
+    """Whether a program is membership of single keys, causal or not, and nothing else."""
     member, rule = program.member, program.rule
     if member is None or program.reach is not None or member.one_row:
         return False
     tokens = member.q_block == member.kv_block == 1
-    known = rule is None or (is_causal(rule) and program.offset == "none")
-    return tokens and known and type(program.address) in (Identity, FoldedHeads)
+    return tokens and (rule is None or (is_causal(rule) and program.offset == "none"))
 
 
 def run(work: Work) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,7 @@ from flexsparse.measure.delivery import attended, dense_ms
 from flexsparse.measure.judged import judged
 from flexsparse.measure.linear import fitted
 from flexsparse.measure.problem import Problem
-from flexsparse.measure.timed import forward_ms
+from flexsparse.measure.timed import kernel_ms
 from flexsparse.measure.tried import tried
 from flexsparse.measure.uneven import uneven
 from flexsparse.rules import MaskRule
@@ -200,7 +200,7 @@ def _line(
         assert made.qkv is not None
         points.append({
             "tiles": made.layout_of_plan.budget().physical_tiles,
-            "kernel_ms": forward_ms(made.attend, made.qkv, device),
+            "kernel_ms": kernel_ms(made.attend, made.qkv, device),
             **found,
         })  # fmt: skip
     record["linear"] = fitted(points)
