@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexsparse.address import Identity
 from flexsparse.coverage import Span
 from flexsparse.device import compiles
+from flexsparse.intervals.compiled import as_kernel
 from flexsparse.intervals.corners import Corners
 from flexsparse.intervals.tables import Pyramid, Ranges, Table
 from flexsparse.intervals.verdicts import Judge, Wide
@@ -128,11 +128,10 @@ class FusedJudge:
     def _run(self, cells: Tensor, numbers: Tensor) -> Tensor:
         if not (count := cells.numel()):
             return cells.to(torch.int8)
-        with torch.no_grad():
-            if count == 1:
-                # One tile alone would be a kernel of its own.
-                return self.kernel(cells.repeat(2), numbers, *self.read)[:1]
-            return self.kernel(cells.contiguous(), numbers, *self.read)
+        if count == 1:
+            # One tile alone would be a kernel of its own.
+            return self.kernel(cells.repeat(2), numbers, *self.read)[:1]
+        return self.kernel(cells.contiguous(), numbers, *self.read)
 
 
 class _Kind(NamedTuple):
@@ -220,25 +219,6 @@ def _compiled(
         graph = make_fx(code, tracing_mode="fake")(cells, numbers, *read)
     compiles.note(f"judge/{program.key}")
     return as_kernel(graph)
-
-
-def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
-    """A traced judge, compiled when it first runs, for any lengths."""
-    run: Callable[..., Tensor] = torch.compile(graph.forward, fullgraph=True, dynamic=True)
-    settings: Any = _config
-    last: list[tuple[torch.Size, ...]] = []
-
-    def kernel(*args: Tensor) -> Tensor:
-        shapes = tuple(x.shape for x in args[2:])
-        if last == [shapes]:
-            return run(*args)
-        # Lengths that happen to be the same need not be so again.
-        with settings.patch(use_duck_shape=False):
-            found = run(*args)
-        last[:] = [shapes]
-        return found
-
-    return kernel
 
 
 def _code(
