@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ FUSED_ON = frozenset({"cuda"})
 BUILDS_BEFORE = 8
 # Tiles judged at once.
 TILES_AT_ONCE = 2**26
+# Tiles whose numbers are kept for the next build: 32 MiB.
+_CELLS_KEPT = 2**22
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
 # A length that no constant of a rule's code is likely to be, for the tiles of a trace.
 _TRACED_TILES = 1009
@@ -72,8 +74,7 @@ class _Read(NamedTuple):
     pyramid: bool
 
 
-@dataclass(frozen=True, eq=False)
-class FusedJudge:
+class FusedJudge(NamedTuple):
     """The judge of a rule in one call, as one kernel over all that it reads."""
 
     kernel: Callable[..., Tensor]
@@ -92,8 +93,7 @@ class FusedJudge:
     def every(self) -> Tensor:
         """int8 ``[B, H, R, C]``: the code of each tile."""
         rows, columns = self.span.tiles
-        cells = torch.arange(self.tiles, device=self.device)
-        return self(cells, columns, 1).view(*self.lists, rows, columns)
+        return self(_cells(self.tiles, self.device), columns, 1).view(*self.lists, rows, columns)
 
     def __call__(self, cells: Tensor, wide: int, size: int) -> Tensor:
         """int8 ``[n]``: codes of stretches of ``size`` columns, ``wide`` to a row of tiles.
@@ -145,8 +145,8 @@ class _Kind(NamedTuple):
 
 _lock = Lock()
 _built: Counter[_Kind] = Counter()
-# What each kind reads over ranges is found as it is first asked.
-_reads: dict[_Kind, list[tuple[int, Axes]]] = {}
+# What each kind reads over ranges is found as it is first asked; None of one that is never fused.
+_reads: dict[_Kind, list[tuple[int, Axes]] | None] = {}
 _kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor]] = {}
 
 
@@ -166,37 +166,66 @@ def fused_judge(
         return None
     address = "identity" if type(program.address) is Identity else program.address.key
     kind = _Kind(rule.kind, address, program.offset, device)
+    given = [t.detach() for t in tables]
+    first = 0 if program.offset == "none" else 1
+    offset, tensors = given[:first], given[first:]
     with _lock:
-        _built[kind] += 1
-        if _built[kind] <= BUILDS_BEFORE:
-            return None
-        given = [t.detach() for t in tables]
-        offset = [] if program.offset == "none" else [given.pop(0)]
-        tensors = given
-        if any(name in rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
+        if kind not in _reads:
+            _built[kind] += 1
+            if _built[kind] <= BUILDS_BEFORE:
+                return None
+            _reads[kind] = _read_over(program, span, offset, tensors, device)
+        asked = _reads[kind]
+        if asked is None:
             return None
         doubts: list[Tensor] = []
-        ranged = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
-        if kind not in _reads:
-            every = [ranged.get(i, t) for i, t in enumerate(tensors)]
-            judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
-            judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
-            _reads[kind] = [(i, axes) for i, t in ranged.items() for axes in t.kept]
-        answers = [ranged[i].over(axes) for i, axes in _reads[kind]]
+        answers = [Table(tensors[i], doubts.append).over(axes) for i, axes in asked]
         reads = tuple(
-            _Read(*of, isinstance(answer, Pyramid))
-            for of, answer in zip(_reads[kind], answers, strict=True)
+            [
+                _Read(*of, isinstance(answer, Pyramid))
+                for of, answer in zip(asked, answers, strict=True)
+            ]
         )
-        lengths = tuple(n for t in tensors for n in t.shape)
-        read = [t.contiguous() for t in (*offset, *tensors, *(x for a in answers for x in a))]
+        lengths = tuple([n for t in tensors for n in t.shape])
+        read = [t.contiguous() for t in (*given, *chain.from_iterable(answers))]
         if (kind, reads) not in _kernels:
             _kernels[kind, reads] = _compiled(program, reads, len(tensors), lengths, read, device)
         kernel = _kernels[kind, reads]
     return FusedJudge(kernel, read, lengths, span, lists, device)
 
 
+def _read_over(
+    program: MaskProgram,
+    span: Span,
+    offset: list[Tensor],
+    tensors: list[Tensor],
+    device: torch.device,
+) -> list[tuple[int, Axes]] | None:
+    """Which tables the judge reads over ranges of which axes; None where it computes in narrow types."""
+    assert program.rule is not None
+    if any(name in program.rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
+        return None
+    doubts: list[Tensor] = []
+    ranged = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
+    every = [ranged.get(i, t) for i, t in enumerate(tensors)]
+    judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
+    judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
+    return [(i, axes) for i, t in ranged.items() for axes in t.kept]
+
+
 def _is_wide(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or tensor.dtype in (torch.float32, torch.float64)
+
+
+def _cells(count: int, device: torch.device) -> Tensor:
+    """Every tile's number, which nobody writes to: those of the last build often serve the next."""
+    return _counted(count, device) if count <= _CELLS_KEPT else torch.arange(count, device=device)
+
+
+@lru_cache(maxsize=1)
+def _counted(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=256)
