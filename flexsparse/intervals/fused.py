@@ -45,8 +45,6 @@ FUSED_ON = frozenset({"cuda"})
 BUILDS_BEFORE = 8
 # Tiles judged at once.
 TILES_AT_ONCE = 2**26
-# Tiles whose numbers are kept for the next build: 32 MiB.
-_CELLS_KEPT = 2**22
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
 # A length that no constant of a rule's code is likely to be, for the tiles of a trace.
 _TRACED_TILES = 1009
@@ -93,7 +91,8 @@ class FusedJudge(NamedTuple):
     def every(self) -> Tensor:
         """int8 ``[B, H, R, C]``: the code of each tile."""
         rows, columns = self.span.tiles
-        return self(_cells(self.tiles, self.device), columns, 1).view(*self.lists, rows, columns)
+        cells = torch.arange(self.tiles, device=self.device)
+        return self(cells, columns, 1).view(*self.lists, rows, columns)
 
     def __call__(self, cells: Tensor, wide: int, size: int) -> Tensor:
         """int8 ``[n]``: codes of stretches of ``size`` columns, ``wide`` to a row of tiles.
@@ -215,17 +214,6 @@ def _read_over(
 
 def _is_wide(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or tensor.dtype in (torch.float32, torch.float64)
-
-
-def _cells(count: int, device: torch.device) -> Tensor:
-    """Every tile's number, which nobody writes to: those of the last build often serve the next."""
-    return _counted(count, device) if count <= _CELLS_KEPT else torch.arange(count, device=device)
-
-
-@lru_cache(maxsize=1)
-def _counted(count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=256)
