@@ -58,9 +58,11 @@ def check_tables(mod: object, traced: Traced, grid: Grid, heads: int) -> None:
     """Raises `RuleError` where ``traced`` would read a table past its end in this call."""
     if torch.compiler.is_compiling() or not any(t.ndim for t in traced.tensors):
         return
-    call = (grid.q_len, grid.kv_len, grid.q_offset, grid.batch, heads, Versions.of(traced.tensors))
+    versions = Versions.of(traced.tensors)
+    call = (grid.q_len, grid.kv_len, grid.q_offset, grid.batch, heads, versions)
     # A table that does not count its changes, and an offset on a device, may be others by now.
-    lasts = isinstance(grid.q_offset, int) and not any(t.is_inference() for t in traced.tensors)
+    counted = len(versions.tensors) == len(traced.tensors)
+    lasts = isinstance(grid.q_offset, int) and counted
     if lasts and _held.get(traced) == call:
         return
     _check(mod, traced, grid, heads)

@@ -120,11 +120,7 @@ def of_rule(terms: Terms, ahead: Ahead, lists: list[Tensor]) -> Layout:
     if terms.sanitize:
         at, by_tile = seen_keys(mask, lists, span)
         keys = seen_keys_of(at, by_tile, axes, span, program.address)
-    columns = None
-    if len(lists) > 4:
-        partial_num, partial_idx, full_num, full_idx = lists[4:]
-        degrees = torch.stack([partial_num, full_num])
-        columns = ColumnTiles(partial_num, partial_idx, full_num, full_idx, degrees)
+    columns = ColumnTiles(*lists[4:]) if len(lists) > 4 else None
     return assembled(
         terms, ahead, None, tables, lists[:4], columns, has_empty_row=has_empty_row, seen_keys=keys
     )

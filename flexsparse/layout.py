@@ -210,8 +210,8 @@ class Layout(Shown):
         }
         columns = launches = None
         if self.columns is not None:
-            degrees = self.columns.degrees.to(device)
-            columns = ColumnTiles._make([*moved(self.columns[:4], device), degrees])
+            real = None if self.columns.real is None else self.columns.real.to(device)
+            columns = ColumnTiles._make([*moved(self.columns[:4], device), real])
         if self.launches is not None:
             launches = self.launches.to(device)
         tables = [t.to(device) for t in self.tables]

@@ -17,7 +17,6 @@ from flexsparse.parameters import (
     TRACED_AT,
     describe,
     has_numbers,
-    held,
     holdings,
     lift,
     moved,
@@ -25,6 +24,7 @@ from flexsparse.parameters import (
 )
 from flexsparse.shown import Shown
 from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, keep, trace
+from flexsparse.watching import Watch
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -267,13 +267,12 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
             )
         return made
     try:
-        last: tuple[object, list[Any]] | None = vars(mod).get(TRACED_AT)
+        last: Watch | None = vars(mod).get(TRACED_AT)
         # What was settled is so as long as it holds the same.
-        if last is not None and last[0] is not None and last[0] == held(mod, []):
+        if last is not None and last.unchanged():
             again: Traced = vars(mod)[TRACE]
             return again
-        kept: list[Any] = []
-        known = held(mod, kept) if settled(mod) else None
+        known = Watch(mod) if settled(mod) else None
         name = f"{slot} {describe(mod)}"
         check_arity(getattr(mod, "mod", mod), arguments, name)
         traced = trace_lifted(mod, arguments, name)
@@ -283,7 +282,7 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
             "in a row, as in a & b & c, or write one function"
         ) from None
     object.__setattr__(mod, TRACE, traced)
-    object.__setattr__(mod, TRACED_AT, (known, kept))
+    object.__setattr__(mod, TRACED_AT, known)
     keep(traced)
     return traced
 

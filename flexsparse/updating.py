@@ -110,7 +110,9 @@ def _convert(
     _copy_all(layout.tables, program.tables(ahead.tables, words))
     if columns is not None:
         bits = bits if at is None else tile_bits(layout.lists[:4], span.tiles[1])
-        _copy_all(columns, column_tiles(bits, span.tiles[1], columns.room))
+        made = column_tiles(bits, span.tiles[1], columns.room)
+        assert columns.real is not None and made.real is not None
+        _copy_all((*columns[:4], columns.real), (*made[:4], made.real))
 
 
 def _tile_rows(rows: Rows, g: Geometry, device: torch.device) -> Tensor:
@@ -152,13 +154,14 @@ def _copy(layout: Layout, made: Layout) -> None:
                 "make the layout anew, with plan.layout"
             )
     _copy_all(_tensors(layout), _tensors(made))
+    if layout.columns is not None and layout.columns.real is not None:
+        assert made.columns is not None
+        _copy_all([layout.columns.real], [made.columns.degrees])
 
 
 def _tensors(layout: Layout) -> Iterator[Tensor]:
     yield from layout.lists
     yield from layout.tables
-    if layout.columns is not None:
-        yield layout.columns.degrees
     yield from layout.order or ()
     yield from (t for t in (layout.has_empty_row, layout.seen_keys) if t is not None)
 

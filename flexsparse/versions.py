@@ -36,8 +36,8 @@ class Versions:
     def of(read: Iterable[object]) -> Versions:
         if torch.compiler.is_compiling():
             return Versions((), ())
-        counted = tuple(t for t in read if isinstance(t, Tensor) and not t.is_inference())
-        return Versions(counted, tuple(t._version for t in counted))
+        counted = [t for t in read if isinstance(t, Tensor) and not t.is_inference()]
+        return Versions(tuple(counted), tuple([t._version for t in counted]))
 
     def and_of(self, held: Counted) -> Versions:
         if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.is_inference()):

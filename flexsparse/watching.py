@@ -22,7 +22,10 @@ _watches: dict[int, Watch] = {}
 
 
 class Watch:
-    """What a settled ``mod`` depends on: ``held`` is its value, ``keep`` the objects that it names."""
+    """What a settled ``mod`` depends on: ``held`` is its value, ``keep`` the objects that it names.
+
+    It is ``whole`` where each place that could change is seen from here.
+    """
 
     def __init__(self, mod: Any) -> None:
         self.mod = mod
@@ -35,7 +38,9 @@ class Watch:
         self.whole = all(self._look(part) for part in self._reached(mod, set()))
 
     def unchanged(self) -> bool:
-        """Whether every place holds what it did."""
+        """Whether every place holds what it did; walked again where not all of them are seen."""
+        if not self.whole:
+            return self.held == held(self.mod, [])
         for tensor, version, pointer, grad in self._tensors:
             if (
                 tensor._version != version

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from flexsparse.device import Ceilings, Stages, ceiling, ceilings, clock
+from flexsparse.device import Ceilings, Stages, ceiling, ceilings, clock, on_its_way
 
 CPU = torch.device("cpu")
 
@@ -99,6 +99,48 @@ def test_stages_of_a_device_wait_once_and_only_when_read(monkeypatch: pytest.Mon
     assert not waits
     assert stages.seconds == {"index": 5.0, "kernel": 2.0} == stages.seconds
     assert waits == [torch.device("cuda")]
+
+
+def test_a_number_is_waited_for_once_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the event behind its copy, on the stream of its device."""
+    here, did = torch.tensor(0), []
+
+    class Event:
+        def record(self, stream: object) -> None:
+            did.append(f"record on {stream}")
+
+        def synchronize(self) -> None:
+            did.append("wait")
+            here.fill_(7)
+
+    class Number:
+        is_cuda, device = True, "cuda:1"
+
+        def to(self, device: str, non_blocking: bool) -> torch.Tensor:
+            did.append(f"copy to {device}" if non_blocking else "block")
+            return here
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    heard = on_its_way(Number())  # type: ignore[arg-type]
+    assert did == ["copy to cpu", "record on the stream of cuda:1"]
+    assert heard() == 7 and did[2:] == ["wait"]
+    assert on_its_way(torch.tensor(3, dtype=torch.int8))() == 3
+
+
+@pytest.mark.gpu
+def test_a_number_of_a_device_is_heard_before_what_is_queued_behind_it(
+    device: torch.device,
+) -> None:
+    a = torch.randn(8192, 8192, device=device)
+    for n in range(3):
+        heard = on_its_way(torch.full((), n, dtype=torch.int8, device=device))
+        behind = torch.cuda.Event()
+        for _ in range(20):
+            a @ a
+        behind.record()
+        assert heard() == n and not behind.query()
+        torch.cuda.synchronize()
 
 
 def test_a_call_that_no_graph_holds_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

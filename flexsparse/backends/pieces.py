@@ -97,9 +97,7 @@ def _over(work: Work, lists: list[Tensor], axis: Axis, slots: Slots) -> Work:
 
 def _named(lists: list[Tensor]) -> dict[str, Any]:
     """Lists of a launch as a layout has them."""
-    columns = None
-    if len(lists) > 4:
-        columns = ColumnTiles(lists[4], lists[5], lists[6], lists[7], lists[4])
+    columns = ColumnTiles(*lists[4:8]) if len(lists) > 4 else None
     return {
         "kv_num_blocks": lists[0],
         "kv_indices": lists[1],

@@ -2,6 +2,7 @@
 
 from flexsparse.device.ceiling import Ceilings, ceilings
 from flexsparse.device.compiling import CompileCounter, compiles
+from flexsparse.device.heard import on_its_way
 from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype, without_autocast
 from flexsparse.device.stages import Stages
@@ -14,5 +15,6 @@ __all__ = [
     "ceilings",
     "compiles",
     "lasting",
+    "on_its_way",
     "without_autocast",
 ]

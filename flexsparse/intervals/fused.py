@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexsparse.address import Identity
 from flexsparse.coverage import Span
 from flexsparse.device import compiles
+from flexsparse.intervals.compiled import as_kernel
 from flexsparse.intervals.corners import Corners
 from flexsparse.intervals.tables import Pyramid, Ranges, Table
 from flexsparse.intervals.verdicts import Judge, Wide
@@ -72,8 +72,7 @@ class _Read(NamedTuple):
     pyramid: bool
 
 
-@dataclass(frozen=True, eq=False)
-class FusedJudge:
+class FusedJudge(NamedTuple):
     """The judge of a rule in one call, as one kernel over all that it reads."""
 
     kernel: Callable[..., Tensor]
@@ -128,11 +127,10 @@ class FusedJudge:
     def _run(self, cells: Tensor, numbers: Tensor) -> Tensor:
         if not (count := cells.numel()):
             return cells.to(torch.int8)
-        with torch.no_grad():
-            if count == 1:
-                # One tile alone would be a kernel of its own.
-                return self.kernel(cells.repeat(2), numbers, *self.read)[:1]
-            return self.kernel(cells.contiguous(), numbers, *self.read)
+        if count == 1:
+            # One tile alone would be a kernel of its own.
+            return self.kernel(cells.repeat(2), numbers, *self.read)[:1]
+        return self.kernel(cells.contiguous(), numbers, *self.read)
 
 
 class _Kind(NamedTuple):
@@ -146,8 +144,8 @@ class _Kind(NamedTuple):
 
 _lock = Lock()
 _built: Counter[_Kind] = Counter()
-# What each kind reads over ranges is found as it is first asked.
-_reads: dict[_Kind, list[tuple[int, Axes]]] = {}
+# What each kind reads over ranges is found as it is first asked; None of one that is never fused.
+_reads: dict[_Kind, list[tuple[int, Axes]] | None] = {}
 _kernels: dict[tuple[_Kind, tuple[_Read, ...]], Callable[..., Tensor]] = {}
 
 
@@ -167,33 +165,51 @@ def fused_judge(
         return None
     address = "identity" if type(program.address) is Identity else program.address.key
     kind = _Kind(rule.kind, address, program.offset, device)
+    given = [t.detach() for t in tables]
+    first = 0 if program.offset == "none" else 1
+    offset, tensors = given[:first], given[first:]
     with _lock:
-        _built[kind] += 1
-        if _built[kind] <= BUILDS_BEFORE:
-            return None
-        given = [t.detach() for t in tables]
-        offset = [] if program.offset == "none" else [given.pop(0)]
-        tensors = given
-        if any(name in rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
+        if kind not in _reads:
+            _built[kind] += 1
+            if _built[kind] <= BUILDS_BEFORE:
+                return None
+            _reads[kind] = _read_over(program, span, offset, tensors, device)
+        asked = _reads[kind]
+        if asked is None:
             return None
         doubts: list[Tensor] = []
-        ranged = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
-        if kind not in _reads:
-            every = [ranged.get(i, t) for i, t in enumerate(tensors)]
-            judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
-            judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
-            _reads[kind] = [(i, axes) for i, t in ranged.items() for axes in t.kept]
-        answers = [ranged[i].over(axes) for i, axes in _reads[kind]]
+        answers = [Table(tensors[i], doubts.append).over(axes) for i, axes in asked]
         reads = tuple(
-            _Read(*of, isinstance(answer, Pyramid))
-            for of, answer in zip(_reads[kind], answers, strict=True)
+            [
+                _Read(*of, isinstance(answer, Pyramid))
+                for of, answer in zip(asked, answers, strict=True)
+            ]
         )
-        lengths = tuple(n for t in tensors for n in t.shape)
-        read = [t.contiguous() for t in (*offset, *tensors, *(x for a in answers for x in a))]
+        lengths = tuple([n for t in tensors for n in t.shape])
+        read = [t.contiguous() for t in (*given, *chain.from_iterable(answers))]
         if (kind, reads) not in _kernels:
             _kernels[kind, reads] = _compiled(program, reads, len(tensors), lengths, read, device)
         kernel = _kernels[kind, reads]
     return FusedJudge(kernel, read, lengths, span, lists, device)
+
+
+def _read_over(
+    program: MaskProgram,
+    span: Span,
+    offset: list[Tensor],
+    tensors: list[Tensor],
+    device: torch.device,
+) -> list[tuple[int, Axes]] | None:
+    """Which tables the judge reads over ranges of which axes; None where it computes in narrow types."""
+    assert program.rule is not None
+    if any(name in program.rule.code for name in _NARROW) or not all(map(_is_wide, tensors)):
+        return None
+    doubts: list[Tensor] = []
+    ranged = {i: Table(t, doubts.append) for i, t in enumerate(tensors) if t.ndim}
+    every = [ranged.get(i, t) for i, t in enumerate(tensors)]
+    judge = Judge.over(program, span, next(iter(offset), None), every, doubts, device)
+    judge.tiles(torch.zeros((1, 4), dtype=torch.int64, device=device))
+    return [(i, axes) for i, t in ranged.items() for axes in t.kept]
 
 
 def _is_wide(tensor: Tensor) -> bool:
@@ -220,25 +236,6 @@ def _compiled(
         graph = make_fx(code, tracing_mode="fake")(cells, numbers, *read)
     compiles.note(f"judge/{program.key}")
     return as_kernel(graph)
-
-
-def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
-    """A traced judge, compiled when it first runs, for any lengths."""
-    run: Callable[..., Tensor] = torch.compile(graph.forward, fullgraph=True, dynamic=True)
-    settings: Any = _config
-    last: list[tuple[torch.Size, ...]] = []
-
-    def kernel(*args: Tensor) -> Tensor:
-        shapes = tuple(x.shape for x in args[2:])
-        if last == [shapes]:
-            return run(*args)
-        # Lengths that happen to be the same need not be so again.
-        with settings.patch(use_duck_shape=False):
-            found = run(*args)
-        last[:] = [shapes]
-        return found
-
-    return kernel
 
 
 def _code(

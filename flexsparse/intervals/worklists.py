@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span
+from flexsparse.device import on_its_way
 from flexsparse.grid import Grid
 from flexsparse.intervals.finding import MAPPED, found_tiles, settled_map
 from flexsparse.intervals.fused import OPEN, FusedJudge, fused_judge
@@ -51,9 +52,9 @@ def rule_lists(
 def _judged(judge: FusedJudge, mask: MaskMod, by_column: bool) -> list[Tensor]:
     """Launched before the host hears whether tiles are left open; for these they are made anew."""
     codes = judge.every()
-    most = codes.amax()
+    most = on_its_way(codes.amax())
     made = lists_of_map(codes, by_column=by_column)
-    if int(most) < OPEN:
+    if most() < OPEN:
         return made
     return lists_of_map(settled_map(judge, mask, codes), by_column=by_column)
 

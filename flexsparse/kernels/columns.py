@@ -44,8 +44,8 @@ class Room(NamedTuple):
 
 
 class ColumnTiles(NamedTuple):
-    """Counts ``[B, H, C]`` and rows ``[B, H, C, W]`` of partial tiles, then of full, and ``degrees
-    [2, B, H, C]``: how many rows each column really has.
+    """Counts ``[B, H, C]`` and rows ``[B, H, C, W]`` of partial tiles, then of full, and ``real
+    [2, B, H, C]``: how many rows each column really has, None where all are listed.
 
     Each kind has room of its own, and yet their rows have the same strides, by which torch 2.11 reads
     both: see `side_by_side`. Where a degree is beyond the room, what did not fit is missing: whoever
@@ -56,7 +56,12 @@ class ColumnTiles(NamedTuple):
     partial_idx: Tensor
     full_num: Tensor
     full_idx: Tensor
-    degrees: Tensor
+    real: Tensor | None = None
+
+    @property
+    def degrees(self) -> Tensor:
+        """``[2, B, H, C]``: how many rows each column really has, partial ones and full."""
+        return torch.stack([self.partial_num, self.full_num]) if self.real is None else self.real
 
     @property
     def room(self) -> Room:
