@@ -14,12 +14,12 @@ class Rates(NamedTuple):
 
     # Block top-k, 16 of 256 blocks, 32 heads, S=32768; dense is cuDNN, causal.
     flash: float = 0.829
-    flash_back: float = 0.656
+    flash_back: float = 0.64
     flash_half: float = 0.69
     flash_half_back: float = 0.69
     # How much longer a tile takes of which the rule is asked pair by pair.
     flash_masked: float = 1.28
-    flash_masked_back: float = 1.26
+    flash_masked_back: float = 0.75
     flex: float = 0.476
     flex_back: float = 0.467
     flex_half: float = 1.2
@@ -30,13 +30,13 @@ class Rates(NamedTuple):
     dense_back: float = 0.745
     dense_half: float = 0.796
     dense_half_back: float = 0.796
-    # By the height of a tile, of the speed of one of 128 rows: blocks of 64 keys which 8 neighbours
-    # share, so that every height visits the same pairs (2.20, 3.76 and 6.38 ms; 4.35 without a mask).
-    rows_64: float = 0.583
-    rows_32: float = 0.352
-    rows_16: float = 0.369
+    # By the height of a tile, of the speed of one of 128 rows: blocks of 64 keys which 2 or 8 neighbours
+    # share (2.28, 2.33 and 2.92 ms for the same pairs, and 3.92 for 16 rows; S=16384).
+    rows_64: float = 0.65
+    rows_32: float = 0.56
+    rows_16: float = 0.405
     # How much longer tiles take whose kernel can ask for membership, where none of them asks and where
-    # all do: of single keys (S=16384, 2040 tiles) and of blocks of 64 keys.
+    # all do: of single keys (S=16384, 2040 tiles) and of blocks of 64 keys, in tiles of 128 rows or shorter.
     tokens_none: float = 1.2
     tokens_all: float = 1.3
     tokens_none_back: float = 1.4
@@ -46,6 +46,8 @@ class Rates(NamedTuple):
     spread_back: float = 1.4
     blocks_none: float = 1.48
     blocks_all: float = 1.83
+    short_blocks_none: float = 1.0
+    short_blocks_all: float = 1.11
     blocks_none_back: float = 1.2
     blocks_all_back: float = 1.76
     # Gathered keys: 1024 keys a query, S=16384, 4 and 64 query heads a KV head, and from 128 on; times

@@ -33,7 +33,7 @@ def suits(work: Work) -> bool:
     dense = all(x.stride(-1) == 1 for x in (q, k, v))
     columns = layout.columns is not None or not work.grads
     dims = (q.shape[-1], v.shape[-1])
-    return as_they_are and dense and columns and fits(layout.block_size, dims)
+    return as_they_are and dense and columns and fits(layout.block_size, dims, grads=work.grads)
 
 
 def serves(call: Call, tile: tuple[int, int]) -> bool:
@@ -42,7 +42,7 @@ def serves(call: Call, tile: tuple[int, int]) -> bool:
         return False
     from flexsparse.kernels.triton_member import fits
 
-    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim))
+    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim), grads=call.grads)
 
 
 def _asks(program: MaskProgram) -> bool:

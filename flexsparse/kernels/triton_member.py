@@ -313,9 +313,10 @@ def backward(
     return dq, dk, dv
 
 
-def fits(tile: tuple[int, int], dims: tuple[int, int]) -> bool:
+def fits(tile: tuple[int, int], dims: tuple[int, int], *, grads: bool) -> bool:
     """Whether tiles are whole pieces, and head dims powers of two of up to 128."""
-    whole = not any(tile[0] % p.rows or tile[1] % p.keys for p in (FORWARD, BY_ROW, BY_COLUMN))
+    pieces = (FORWARD, BY_ROW, BY_COLUMN) if grads else (FORWARD,)
+    whole = not any(tile[0] % p.rows or tile[1] % p.keys for p in pieces)
     return whole and all(16 <= d <= 128 and d == next_power_of_two(d) for d in dims)
 
 
