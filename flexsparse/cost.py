@@ -19,8 +19,6 @@ Dims = tuple[int, int]
 _MANY_HEADS = 128
 # The rows of a tensor core's tile: fewer query heads cost as much.
 _LEAST_HEADS = 16
-# The rows of a whole piece.
-_WHOLE = 128
 # From so many keys on a candidate is a block, a word of which serves a tile.
 _BLOCK = 16
 
@@ -106,9 +104,7 @@ def tiled_ms(
     elif tiles.asked is not None:
         part = tiles.asked / tiles.number if tiles.number else 0.0
         kind = "tokens" if tiles.block < _BLOCK else "blocks"
-        short = kind == "blocks" and _piece(tiles.rows) < _WHOLE
-        forward_kind = "short_blocks" if short else kind
-        slower = (_slower(forward_kind, "", part, rates), _slower(kind, "_back", part, rates))
+        slower = (_slower(kind, "", part, rates), _slower(kind, "_back", part, rates))
     area, speed = tiles.rows * tiles.keys, box.matmul_flops_per_s * _of_height(tiles.rows, rates)
     # The longest walk of one program takes as long as it takes, however many others there are.
     walked = max(tiles.number, tiles.row * box.processors)
@@ -197,15 +193,11 @@ def _reached(backend: str, dims: Dims, rates: Rates) -> tuple[float, float]:
     return forward, backward
 
 
-def _piece(rows: int) -> int:
-    """The rows that a kernel multiplies at once of tiles of such: a power of two."""
-    return max(16, math.gcd(rows, _WHOLE)) if rows % 16 == 0 else 16
-
-
 def _of_height(rows: int, rates: Rates) -> float:
     """What of the speed of tiles of 128 rows is left for such."""
-    piece = _piece(rows)
-    share: float = 1.0 if piece == _WHOLE else getattr(rates, f"rows_{piece}")
+    # A kernel computes a tile in pieces whose heights are powers of two.
+    piece = max(16, math.gcd(rows, 128)) if rows % 16 == 0 else 16
+    share: float = 1.0 if piece == 128 else getattr(rates, f"rows_{piece}")
     return share
 
 

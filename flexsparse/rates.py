@@ -32,22 +32,20 @@ class Rates(NamedTuple):
     dense_half_back: float = 0.796
     # By the height of a tile, of the speed of one of 128 rows: blocks of 64 keys which 2 or 8 neighbours
     # share (2.28, 2.33 and 2.92 ms for the same pairs, and 3.92 for 16 rows; S=16384).
-    rows_64: float = 0.65
-    rows_32: float = 0.56
+    rows_64: float = 0.98
+    rows_32: float = 0.8
     rows_16: float = 0.405
     # How much longer tiles take whose kernel can ask for membership, where none of them asks and where
-    # all do: of single keys (S=16384, 2040 tiles) and of blocks of 64 keys, in tiles of 128 rows or shorter.
+    # all do: of single keys (S=16384, 2040 tiles) and of blocks of 64 keys.
     tokens_none: float = 1.2
     tokens_all: float = 1.3
     tokens_none_back: float = 1.4
     tokens_all_back: float = 1.75
     # And where one word of single keys is loaded for eight pairs (S=16384, 1928 tiles).
-    spread: float = 1.15
-    spread_back: float = 1.4
+    spread: float = 1.2
+    spread_back: float = 1.33
     blocks_none: float = 1.48
     blocks_all: float = 1.83
-    short_blocks_none: float = 1.0
-    short_blocks_all: float = 1.11
     blocks_none_back: float = 1.2
     blocks_all_back: float = 1.76
     # Gathered keys: 1024 keys a query, S=16384, 4 and 64 query heads a KV head, and from 128 on; times

@@ -87,7 +87,14 @@ def test_gradients_through_lse(ran: list[Work]) -> None:
     for backend, dtype in (("flex", torch.bfloat16), ("tiles", torch.float32)):
         q, k, v = (x.to(dtype).requires_grad_() for x in qkv((4, 2), 200))
         out, lse = fs.attention(
-            q, k, v, select=select, backend=backend, tile=(128, 128), return_lse=True
+            q,
+            k,
+            v,
+            select=select,
+            backend=backend,
+            tile=(128, 128),
+            pack="identity",
+            return_lse=True,
         )
         seen = torch.where(lse.isinf(), 0, lse)
         found.append(
@@ -104,7 +111,9 @@ def test_gradients_through_lse(ran: list[Work]) -> None:
 def test_the_same_bits_twice_and_inside_compiled_code_and_a_graph(ran: list[Work]) -> None:
     q, k, v = (x.requires_grad_() for x in qkv((4, 2), 384, (64, 64)))
     select = tokens(1, 1, 384, 40)
-    plan = fs.make_plan(q, k, v, rule=Causal(), select=select, backend="flex", tile=(128, 128))
+    plan = fs.make_plan(
+        q, k, v, rule=Causal(), select=select, backend="flex", tile=(128, 128), pack="identity"
+    )
     layout = plan.layout(select)
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

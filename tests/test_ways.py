@@ -53,6 +53,13 @@ TOP_K = {
         (tiled_ms(Tiles(127232, 128, 64, 0, 64), "flex", DIMS, BOX, grads=False), 2.20),
         (tiled_ms(Tiles(258304, 128, 64, 0, 64), "flex", DIMS, BOX, grads=False), 4.59),
         (tiled_ms(Tiles(361744, 128, 64, 347363, 64), "flex", DIMS, BOX, grads=False), 7.91),
+        (tiled_ms(Tiles(254464, 64, 64, None, 64), "flex", DIMS, BOX, grads=False), 1.65),
+        (
+            tiled_ms(
+                Tiles(1928 * 32, 128, 128, 1928 * 32, spread=True), "flex", DIMS, BOX, grads=False
+            ),
+            1.56,
+        ),
         (gathered_ms(2**24, 1, 128, DIMS, 2, BOX, grads=False), 5.45),
         (gathered_ms(2**24, 1, 128, DIMS, 2, BOX, grads=True), 20.4),
         (gathered_ms(2**24, 1, 64, DIMS, 2, BOX, grads=False), 3.31),
@@ -105,15 +112,19 @@ def nsa(shared: int, length: int = 4096) -> Tensor:
     return torch.cat([torch.zeros_like(own), own, past], -1).repeat_interleave(shared, 2)
 
 
-@pytest.mark.parametrize(("shared", "rows"), [(1, 16), (8, 128), (64, 128)])
+@pytest.mark.parametrize(
+    ("shared", "laid"),
+    [(1, ("pack", 16)), (2, ("pack", 32)), (8, ("pack", 128)), (64, ("fold", 64))],
+)
 def test_packing_is_as_tall_as_neighbours_agree(
-    shared: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    shared: int, laid: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a tile of single heads holds queries that all select the same, nothing is packed."""
     best = weigh(
         monkeypatch, (64, 4), (4096, 4096), indices=nsa(shared), blocks=(1, 64), rule=Causal(),
         has_flash=False,
     )[0]  # fmt: skip
-    assert (best.backend, best.pack, best.tile[0]) == ("flex", "pack", rows)
+    assert (best.backend, best.pack, best.tile[0]) == ("flex", *laid)
 
 
 def test_the_first_block_of_everybody_is_one_programs_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ class Pieces(NamedTuple):
 
 
 # Measured on Hopper in bf16 with head dims of 128; see configs/bench/RESULTS.md.
-FORWARD = Pieces(128, 64, 8, 3)
-BY_ROW = Pieces(64, 64, 4, 4)
-BY_COLUMN = Pieces(64, 128, 8, 3)
+FORWARD = Pieces(64, 64, 4, 3)
+BY_ROW = Pieces(64, 64, 4, 3)
+BY_COLUMN = Pieces(32, 64, 4, 3)
 
 
 class Words(NamedTuple):
