@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flexsparse as fs
+from flexsparse.kernels.columns import Room
 from flexsparse.masks import Causal
 from flexsparse.selectors import Quest
 
@@ -84,13 +85,13 @@ def test_a_column_that_outgrows_its_room_is_told_after_replay() -> None:
         )
 
     plan = fs.make_plan(q, k, v, select=selection("error"))
-    object.__setattr__(plan, "terms", plan.terms._replace(columns=2))
+    object.__setattr__(plan, "terms", plan.terms._replace(columns=Room(2, 2)))
     graph, layout = captured(lambda: plan.layout(selection("drop")))
     graph.replay()
     plan.raise_pending(layout)
     indices.fill_(3)
     graph.replay()
-    with pytest.raises(fs.FlexSparseError, match="visited by 64 rows of tiles"):
+    with pytest.raises(fs.FlexSparseError, match="visited by 64 rows of full tiles"):
         plan.raise_pending(layout)
 
 
