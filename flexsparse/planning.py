@@ -22,10 +22,11 @@ from flexsparse.arguments import (
     check_split,
     tile_size,
 )
-from flexsparse.backends import Call
+from flexsparse.backends import Call, member
 from flexsparse.choice import (
     ADDRESSES,
     BACKENDS,
+    DEFAULT_TILE,
     UNTILED,
     BackendName,
     Pack,
@@ -53,6 +54,8 @@ from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
 from flexsparse.ways import Way, foreseen, ways, weighs
+
+_SPREAD = "single keys: an own kernel loads a word of membership for eight pairs, FlexAttention's one for each"
 
 
 class Shared(TypedDict, total=False):
@@ -136,6 +139,13 @@ def make_plan(
         program,
         score_code,
     )
+    wanted = DEFAULT_TILE if tile is None else tile_size(tile)
+    if backend == "flex" and pack is None and member.serves(call, wanted):
+        # Whose kernel takes heads with rows of their own.
+        reasons = []
+        address = ADDRESSES[unpacked(q, k, v, selection)](*heads)
+        program = replace(program, address=address)
+        call = replace(call, program=program)
     weighed = []
     no_order = refuses_order(selection, grid, reach is not None, empty, sanitize)
     if check_cluster(cluster) and no_order is not None:
@@ -176,6 +186,9 @@ def make_plan(
     if cluster:
         address = ordered(address, selection, size, chosen, reasons)
         program = replace(program, address=address)
+    own_rows = pack_of(address) != "pack" and not cluster
+    if chosen.name == "flex" and own_rows and member.serves(call, size):
+        reasons.append(_SPREAD)
     terms = Terms(
         program,
         grid,

@@ -187,10 +187,10 @@ def test_tiles_are_counted_as_the_lists_have_them(data: st.DataObject) -> None:
             assert count.agreed == int(made.full_num.sum())
 
 
-@pytest.mark.parametrize(("shared", "rows"), [(1, 16), (2, 16), (8, 128), (64, 128)])
+@pytest.mark.parametrize(("shared", "rows"), [(1, 16), (2, 32), (8, 128), (64, 128)])
 def test_tiles_are_as_tall_as_neighbours_share(shared: int, rows: int) -> None:
     """Sixteen heads: a tile of 16 rows is one query, one of 128 eight. On an H200 blocks that two share
-    took 4.4 ms in tiles of 16 rows, 6.6 in those of 32."""
+    took 3.9 ms in tiles of 16 rows, 2.9 in those of 32."""
     select, grid = nsa(8192, shared), fs.Grid(8192, 8192)
     chosen, times = best_rows(select, grid, (32, 2), 64)
     assert chosen == rows
@@ -207,7 +207,7 @@ def test_a_height_whose_tiles_are_too_many_is_no_choice() -> None:
     short = fs.Selection.from_indices(
         indices[:, :, :4096] % 64, kv_len=4096, q_len=4096, kv_block=64
     )
-    assert best_rows(short, fs.Grid(4096, 4096), (4, 1), 64)[0] == 16
+    assert best_rows(short, fs.Grid(4096, 4096), (4, 1), 64)[0] == 32
 
 
 def test_a_sample_foretells_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from flexsparse.kernels.triton_member import Words
 
 
+# How heads are laid that do not stand beside each other.
+_ROWS_OF_THEIR_OWN = (Identity, FoldedHeads)
+
+
 def suits(work: Work) -> bool:
     """Whether the own kernel can do this work."""
     q, k, v, layout, score = work[:5]
@@ -29,20 +33,20 @@ def suits(work: Work) -> bool:
         return False
     from flexsparse.kernels.triton_member import fits
 
-    as_they_are = type(layout.program.address) in (Identity, FoldedHeads)
+    own_rows = type(layout.program.address) in _ROWS_OF_THEIR_OWN
     dense = all(x.stride(-1) == 1 for x in (q, k, v))
     columns = layout.columns is not None or not work.grads
     dims = (q.shape[-1], v.shape[-1])
-    return as_they_are and dense and columns and fits(layout.block_size, dims, grads=work.grads)
+    return own_rows and dense and columns and fits(layout.block_size, dims)
 
 
 def serves(call: Call, tile: tuple[int, int]) -> bool:
-    """The same of a call over tiles of heads that have rows of their own, before there is a layout."""
+    """The same of a call over such tiles, where heads have rows of their own, before there is a layout."""
     if call.device.type != "cuda" or call.dtype.itemsize != 2 or call.scored:
         return False
     from flexsparse.kernels.triton_member import fits
 
-    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim), grads=call.grads)
+    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim))
 
 
 def _asks(program: MaskProgram) -> bool:
@@ -81,10 +85,10 @@ def member_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out ``[B, H, Q, Dv]`` in q's dtype, lse ``[B, H, Q]`` in fp32."""
-    from flexsparse.kernels import triton_member
+    from flexsparse.kernels.triton_member import forward
 
     words, tile = _words(bits, facts)
-    return triton_member.forward(q, k, v, words, lists, tile, scale)
+    return forward(q, k, v, words, lists, tile, scale)
 
 
 @member_forward.register_fake
@@ -107,12 +111,12 @@ def member_backward(
     lse: Tensor, bits: Tensor, lists: list[Tensor], facts: list[int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv."""
-    from flexsparse.kernels import triton_member
+    from flexsparse.kernels.triton_member_gradients import backward
 
     words, tile = _words(bits, facts)
     do = grad_out.to(out.dtype).contiguous()
     d_lse = None if grad_lse is None else grad_lse.contiguous()
-    return triton_member.backward(q, k, v, out, do, lse, d_lse, words, lists, tile, scale)
+    return backward(q, k, v, out, do, lse, d_lse, words, lists, tile, scale)
 
 
 @member_backward.register_fake
