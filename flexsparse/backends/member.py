@@ -17,11 +17,14 @@ from flexsparse.address import FoldedHeads, Identity
 from flexsparse.backends import Call, Work
 from flexsparse.backends.dense import is_causal
 from flexsparse.program import MaskProgram
+from flexsparse.shapes import next_power_of_two
 
 if TYPE_CHECKING:
     from flexsparse.kernels.triton_member import Words
 
 
+# Rows and keys of which all that a program of the kernel multiplies at once are a part.
+_PIECE = 64
 # How heads are laid that do not stand beside each other.
 _ROWS_OF_THEIR_OWN = (Identity, FoldedHeads)
 
@@ -31,22 +34,24 @@ def suits(work: Work) -> bool:
     q, k, v, layout, score = work[:5]
     if not q.is_cuda or q.dtype.itemsize != 2 or score is not None or not _asks(layout.program):
         return False
-    from flexsparse.kernels.triton_member import fits
-
     own_rows = type(layout.program.address) in _ROWS_OF_THEIR_OWN
     dense = all(x.stride(-1) == 1 for x in (q, k, v))
     columns = layout.columns is not None or not work.grads
     dims = (q.shape[-1], v.shape[-1])
-    return own_rows and dense and columns and fits(layout.block_size, dims)
+    return own_rows and dense and columns and _fits(layout.block_size, dims)
 
 
 def serves(call: Call, tile: tuple[int, int]) -> bool:
     """The same of a call over such tiles, where heads have rows of their own, before there is a layout."""
     if call.device.type != "cuda" or call.dtype.itemsize != 2 or call.scored:
         return False
-    from flexsparse.kernels.triton_member import fits
+    return _asks(call.program) and _fits(tile, (call.head_dim, call.v_head_dim))
 
-    return _asks(call.program) and fits(tile, (call.head_dim, call.v_head_dim))
+
+def _fits(tile: tuple[int, int], dims: tuple[int, int]) -> bool:
+    """Whether tiles are whole pieces of the kernel, and head dims powers of two of up to 128."""
+    whole = not tile[0] % _PIECE and not tile[1] % _PIECE
+    return whole and all(16 <= d <= 128 and d == next_power_of_two(d) for d in dims)
 
 
 def _asks(program: MaskProgram) -> bool:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels.launching import dispatch
-from flexsparse.shapes import ceil_div, next_power_of_two
+from flexsparse.shapes import ceil_div
 
 
 class Pieces(NamedTuple):
@@ -130,7 +130,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``[B, H, Q, Dv]`` in q's dtype and fp32 lse ``[B, H, Q]``, natural log.
 
-    ``lists`` begin with the four by row of a layout of ``tile`` queries and keys, whole pieces.
+    ``lists`` begin with the four by row of a layout of ``tile`` queries and keys, whole pieces; head dims
+    are powers of two of up to 128.
     """
     batch, heads, q_len, _ = q.shape
     out = q.new_empty((batch, heads, q_len, v.shape[-1]))
@@ -144,12 +145,6 @@ def forward(
         num_stages=stages,
     )  # fmt: skip
     return out, lse
-
-
-def fits(tile: tuple[int, int], dims: tuple[int, int]) -> bool:
-    """Whether tiles are whole pieces, and head dims powers of two of up to 128."""
-    whole = not tile[0] % FORWARD.rows and not tile[1] % FORWARD.keys
-    return whole and all(16 <= d <= 128 and d == next_power_of_two(d) for d in dims)
 
 
 def strides_of(*tensors: Tensor) -> list[int]:

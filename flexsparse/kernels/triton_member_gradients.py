@@ -23,7 +23,7 @@ from flexsparse.kernels.triton_member import (
 )
 from flexsparse.shapes import ceil_div
 
-# As there. Tiles that suit the forward must suit these.
+# As there.
 BY_ROW = Pieces(64, 64, 4, 3)
 BY_COLUMN = Pieces(32, 64, 4, 3)
 
