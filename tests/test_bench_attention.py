@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import close
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+import flexsparse as fs
 from flexsparse.backends import Work, tiles
 from flexsparse.bench.config import load
 from flexsparse.bench.problems import problem
@@ -233,6 +235,40 @@ def test_mistakes_are_told(file: Path) -> None:
         "rows.4.linear.keeps", "rows.0.blocks.tail.share", "rows.2.backend",
     ):  # fmt: skip
         assert words in said
+
+
+def test_single_keys_stand_beside_the_blocks_they_lie_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With every key of each block both are the same work, and give the same."""
+    row = "tokens: {length: 300, heads: 2, kv_heads: 1, keep: 256, blocks: 2, tile: 128, training: true}"
+    text = SMALL[: SMALL.index("rows:")] + f"rows: [{{name: keys, pack: identity, attention: true, {row}}}]"
+    (tmp_path / "keys.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flexsparse", "bench", "keys.yaml"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr()
+    assert left.value.code == 0 and "Single keys" in said.out, said
+    (line,) = (tmp_path / "results" / "small" / "rows.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    beside, attention = record["membership"], record["attention"]
+    assert beside["by"] == "tiles" and len(set(beside["physical_pairs"])) == 1
+    for mode in ("forward", "training"):
+        kernel = attention[mode]["time_ms"]["kernel"]
+        assert beside[mode]["over"] * beside[mode]["whole_ms"] == pytest.approx(kernel)
+    config = load(tmp_path / "keys.yaml").config
+    keys = problem(config.rows[0], None, config, CPU)
+    assert keys.whole is not None
+    outs = []
+    for one in (keys, keys.whole):
+        out = fs.attention(*one.qkv(0), rule=one.rule, select=one.select())
+        outs.append(out)
+    close(*outs)
+    with pytest.raises(
+        ConfigError, match="multiple of blocks, and at most 128 a block, got 9 and 2"
+    ):
+        load(tmp_path / "keys.yaml", ["rows.0.tokens.keep=9"])
 
 
 # ---- what is drawn

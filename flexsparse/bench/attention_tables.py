@@ -17,7 +17,7 @@ _STEP_TIMES = (("eager_ms", "eager"), ("wall_ms", "wall"), ("graph_ms", "graph")
 
 def attention_tables(records: list[Record]) -> list[Table]:
     """Those that have lines, the answer first."""
-    makers = (_delivered, _beside, _steps, _uneven, _linear, _proof)
+    makers = (_delivered, _beside, _steps, _uneven, _membership, _linear, _proof)
     return [made for make in makers if (made := make(records)).row_count]
 
 
@@ -164,6 +164,22 @@ def _uneven(records: list[Record]) -> Table:
             if why := other.get("reason") or other.get("by"):
                 said.append(f"{key.replace('_', ' ')}: {why}")
         add(made, *_named(record, mode), *cells, "; ".join(said))
+    return made
+
+
+def _membership(records: list[Record]) -> Table:
+    made = table(
+        "Single keys: our kernel over that of the same blocks, whole",
+        ["row", "by"],
+        ["kernel", "whole", "kernel / whole", "physical pairs", "whole"],
+        ["whole by"],
+    )
+    for record, mode, found in _timed(records):
+        if (beside := record["membership"]) is None:
+            continue
+        times = (found["time_ms"]["kernel"], beside[mode]["whole_ms"], beside[mode]["over"])
+        pairs = (f"{n:,}" for n in beside["physical_pairs"])
+        add(made, *_named(record, mode), *map(number, times), *pairs, beside["by"])
     return made
 
 

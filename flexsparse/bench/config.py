@@ -17,6 +17,7 @@ from flexsparse.experiment.source import Source, dump
 from flexsparse.masks.causal import Causal
 from flexsparse.measure.attention_peers import PeerName
 from flexsparse.measure.baselines import BASELINES, Name
+from flexsparse.measure.draws import CLUSTER
 from flexsparse.rules import MaskRule
 from flexsparse.selectors.base import Selector
 
@@ -94,12 +95,26 @@ class Decode(Heads):
 
 
 class Tokens(Heads):
-    """Token top-k, causal: ``keep`` keys a query, one list for all heads, drawn evenly."""
+    """Token top-k, causal: ``keep`` keys a query, one list for all heads, drawn evenly from all earlier
+    ones; or as many from each of so many ``blocks`` of 128 keys for each 128 queries, their own among them,
+    which stand beside, whole."""
 
     length: Positive
     keep: Positive
+    blocks: Positive | None = None
     tile: Tile | None = None
     training: bool = False
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.blocks is not None and (
+            self.keep % self.blocks or self.keep > self.blocks * CLUSTER
+        ):
+            raise ValueError(
+                f"keep must be a multiple of blocks, and at most {CLUSTER} a block, got {self.keep} and "
+                f"{self.blocks}"
+            )
+        return self
 
 
 class RuleAlone(Heads):

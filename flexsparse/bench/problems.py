@@ -25,6 +25,8 @@ from flexsparse.grid import Grid
 from flexsparse.masks.causal import Causal
 from flexsparse.masks.document import Document
 from flexsparse.measure.draws import (
+    CLUSTER,
+    clustered_tokens,
     lognormal_lengths,
     long_tailed,
     page_scores,
@@ -72,10 +74,7 @@ def problem(
                 grid, *common, indices, 1, of.page, of.tile, causal=False, scores=scores
             )  # fmt: skip
         case Tokens():
-            indices = past_tokens(of.length, of.keep, draw)
-            return Problem(
-                Grid(of.length, of.length), *common, indices, tile=of.tile, training=of.training
-            )
+            return _tokens(of, common, draw)
         case RuleAlone():
             return Problem(
                 Grid(of.length, of.length), *common, tile=of.tile, training=of.training,
@@ -127,6 +126,19 @@ def _blocks(of: Blocks, common: tuple[*Common, MaskRule | None], draw: torch.Gen
     ends = torch.arange(counts.numel() + 1, device=counts.device) * counts.sum() // counts.numel()
     even = keeping(ends.diff().view_as(counts))
     return replace(keeping(counts), even=even, padded=keeping(int(counts.max())))
+
+
+def _tokens(of: Tokens, common: tuple[*Common, MaskRule | None], draw: torch.Generator) -> Problem:
+    grid = Grid(of.length, of.length)
+    if of.blocks is None:
+        indices = past_tokens(of.length, of.keep, draw)
+        return Problem(grid, *common, indices, tile=of.tile, training=of.training)
+    blocks = past_blocks(of.length, 1, CLUSTER, CLUSTER, of.blocks, draw)
+    whole = Problem(
+        grid, *common, blocks, CLUSTER, CLUSTER, of.tile or CLUSTER, training=of.training
+    )
+    indices = clustered_tokens(blocks, of.length, of.keep // of.blocks, draw)
+    return replace(whole, indices=indices, q_block=1, kv_block=1, whole=whole)
 
 
 def _ragged(of: Ragged, common: Common) -> Problem:

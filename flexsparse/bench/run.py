@@ -30,6 +30,7 @@ from flexsparse.measure.decoding import steps
 from flexsparse.measure.delivery import attended, dense_ms
 from flexsparse.measure.judged import judged
 from flexsparse.measure.linear import fitted
+from flexsparse.measure.membership import membership
 from flexsparse.measure.problem import Problem
 from flexsparse.measure.timed import kernel_ms
 from flexsparse.measure.tried import tried
@@ -114,6 +115,7 @@ def run_row(
             "attention": None,
             "peers": [],
             "uneven": None,
+            "membership": None,
             "linear": None,
             "ways": None,
         }
@@ -172,6 +174,8 @@ def _fill(
         found["steps"] = steps(made)
     if given.even is not None:
         record["uneven"] = uneven(made, found, config.seed, backend, row.pack)
+    if given.whole is not None:
+        record["membership"] = membership(made, found, config.seed, backend, row.pack)
 
 
 def _ways(record: Record, given: Problem, every: bool, config: Config) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError
 from flexsparse.shapes import ceil_div
 
+# Queries and keys of a block in which the keys of neighbouring queries lie.
+CLUSTER = 128
+
 
 def past_blocks(
     length: int,
@@ -83,6 +86,14 @@ def past_tokens(length: int, keep: int, draw: torch.Generator) -> Tensor:
     row = torch.arange(1, length + 1, device=draw.device)[:, None]
     shape = (1, 1, length, min(keep, length))
     return (torch.rand(shape, device=draw.device, generator=draw) * row).long()
+
+
+def clustered_tokens(blocks: Tensor, length: int, keep: int, draw: torch.Generator) -> Tensor:
+    """int64 ``[1, 1, length, K]``: for each query ``keep`` keys of each of its ``blocks [1, 1, R, K]``."""
+    number = blocks[0, 0].repeat_interleave(CLUSTER, 0)[:length, :, None]
+    rank = torch.rand((*number.shape[:2], CLUSTER), device=draw.device, generator=draw)
+    key = number * CLUSTER + rank.topk(keep, dim=-1).indices
+    return torch.where((number >= 0) & (key < length), key, -1).flatten(1)[None, None]
 
 
 def lognormal_lengths(total: int, smallest: int, largest: int, seed: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ class Problem:
     dense attention it is held against. ``scores`` are what the indices are the best of. A ``fresh``
     rule changes from call to call, and its tiles are found each time. Where the work is uneven,
     ``even`` is as much of it spread evenly, ``padded`` every row as long as the longest, ``lengths``
-    those of the requests that lie end to end.
+    those of the requests that lie end to end. ``whole``: the same tiles, of which every pair counts.
     """
 
     grid: Grid
@@ -41,6 +41,7 @@ class Problem:
     even: Problem | None = None
     padded: Problem | None = None
     lengths: tuple[int, ...] | None = None
+    whole: Problem | None = None
 
     def select(self) -> Selection | None:
         """The Selection of the raw indices; on the device alone."""
