@@ -242,7 +242,10 @@ def test_single_keys_stand_beside_the_blocks_they_lie_in(
 ) -> None:
     """With every key of each block both are the same work, and give the same."""
     row = "tokens: {length: 300, heads: 2, kv_heads: 1, keep: 256, blocks: 2, tile: 128, training: true}"
-    text = SMALL[: SMALL.index("rows:")] + f"rows: [{{name: keys, pack: identity, attention: true, {row}}}]"
+    text = (
+        SMALL[: SMALL.index("rows:")]
+        + f"rows: [{{name: keys, pack: identity, attention: true, {row}}}]"
+    )
     (tmp_path / "keys.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flexsparse", "bench", "keys.yaml"])
