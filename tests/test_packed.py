@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity, PackedHeads
+from flexsparse.backends import flex
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.rows import by_map
 from flexsparse.masks import Alibi, Causal, SlidingWindow
@@ -315,3 +316,12 @@ def test_sixteen_heads_a_query_agree_in_every_height(dim: int, device: torch.dev
             fs.check(
                 q, k, v, rule=Causal(), select=select, pack="pack", tile=(rows, 64), backend="flex"
             ).raise_if_failed()
+
+
+@pytest.mark.parametrize(("gathers", "stages"), [(0, 3), (1, 3), (2, 2), (3, 1)])
+def test_short_tiles_hold_no_more_stages_than_tables_leave(gathers: int, stages: int) -> None:
+    """A word a pair and table lies beside each stage of keys in a kernel's shared memory."""
+    q = torch.empty((1, 4, 1024, 128), dtype=torch.bfloat16, device="meta")
+    layout = fs.build_layout(rule=Causal(), grid=fs.Grid(64, 64), heads=(4, 4), block_size=(16, 64))
+    said = flex.kernel_options(layout, q, q, gathers)
+    assert said["fwd_num_stages"] == stages and said["fwd_BLOCK_M"] == 16

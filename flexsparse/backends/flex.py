@@ -297,6 +297,7 @@ def kernel_options(layout: Layout, q: Tensor, k: Tensor, gathers: int) -> dict[s
         if rows in _SHORT and not wide:
             keys, stages, warps = _SHORT[rows]
             options["fwd_BLOCK_N"] = math.gcd(kv_tile, keys)
+            stages = min(stages, options.get("num_stages", stages))
             options |= {"fwd_num_stages": stages, "fwd_num_warps": warps}
         elif rows == 16:
             # Four warps would share one row of tensor cores' tiles.
