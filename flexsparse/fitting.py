@@ -77,7 +77,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     for x, shape in zip((q, k, v), _known(plan.shape, *_lengths(plan)), strict=True):
         plain = isinstance(x, Tensor) and x.shape == shape and x.dtype is plan.dtype
-        if not plain or x.device != plan.device or x.layout is not torch.strided:
+        if not plain or x.device != plan.device or x.layout is not torch.strided or x.is_neg():
             return False
     return True
 
@@ -129,4 +129,5 @@ def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     if floats and (dtype := autocast_dtype(q.device)) is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
     check_qkv(q, k, v)
-    return q, k, v
+    # An imaginary part of a conjugate is a view whose memory holds the opposite: kernels read memory.
+    return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()

@@ -11,12 +11,14 @@ import dataclasses
 import dis
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexsparse.versions import state_of
 
 STATIC = "static"
 TRACE = "_traced"
@@ -182,7 +184,7 @@ def held(mod: Any, keep: list[Any]) -> tuple[object, ...]:
 def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
     if isinstance(value, Tensor):
         # A tensor made in inference mode keeps no count of its changes: it never looks unchanged.
-        changes = object() if value.is_inference() else value._version
+        changes = object() if value.is_inference() else state_of(value)
         keep.append(value)
         yield (id(value), value.data_ptr(), changes, value.requires_grad)
         return
@@ -277,6 +279,14 @@ def _globals_of(code: CodeType) -> frozenset[str]:
 _READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
+@functools.lru_cache(maxsize=1024)
+def _asks_further(code: CodeType) -> bool:
+    """Whether code reads what is not among its names: by a built-in, or out of a module it imports."""
+    brought = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    outside = {name.partition(".")[0] for name in brought} - {"torch", "math"}
+    return bool(outside or _ASKS & set(code.co_names))
+
+
 def settled(mod: Any) -> bool:
     """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
 
@@ -284,14 +294,35 @@ def settled(mod: Any) -> bool:
     reads a notebook's globals, attributes of objects or containers has to be traced to be known.
     """
     try:
-        return _settled(mod, (), frozenset())
+        # Who reads an attribute need not be who holds the object: it may be handed on.
+        return _settled(mod, (), frozenset(_names_in(mod, set())))
     except RecursionError:
         return False
 
 
+def _names_in(mod: Any, seen: set[int]) -> Iterator[str]:
+    """The names that any function in ``mod`` reads, attributes among them."""
+    if id(mod) in seen or isinstance(mod, Tensor | int | float | str | type(None)):
+        return
+    seen.add(id(mod))
+    parts: Iterable[Any] = ()
+    if type(mod) is tuple:
+        parts = mod
+    elif isinstance(mod, FunctionType):
+        yield from mod.__code__.co_names
+        parts = (*map(content, mod.__closure__ or ()), *_defaults(mod))
+    elif _is_record(mod):
+        parts = (call_of(type(mod)), *holdings(mod).values())
+    for part in parts:
+        yield from _names_in(part, seen)
+
+
 def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) -> bool:
-    """``names`` are the attributes that whoever holds ``mod`` reads."""
-    if isinstance(mod, Tensor | int | float | str | type(None)):
+    """``names`` are those that any function reads where ``mod`` is held."""
+    if isinstance(mod, Tensor):
+        # Of a class of the user's anything may be asked, of torch's the attributes somebody set.
+        return type(mod).__module__.partition(".")[0] == "torch" and not names & vars(mod).keys()
+    if mod is None or type(mod) in (bool, int, float, str):
         return True
     if type(mod) is tuple:
         return all(_settled(x, within, names) for x in mod)
@@ -300,24 +331,55 @@ def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) 
         read = [mod.__globals__[n] for n in _globals_of(code) if n in mod.__globals__]
         inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
         held_by = [*map(content, mod.__closure__ or ()), *_defaults(mod)]
-        plain = not inner and not vars(mod) and not _ASKS & set(code.co_names)
+        plain = not inner and not vars(mod) and not _asks_further(code)
         # Functions may name each other.
-        within, names = (*within, mod), frozenset(code.co_names)
+        within = (*within, mod)
         return (
             plain
             and all(map(_is_constant, read))
             and all(any(x is w for w in within) or _settled(x, within, names) for x in held_by)
         )
-    if not _is_record(mod):
+    if not _is_record(mod) or _speaks(type(mod)):
         return False
-    call = call_of(type(mod))
-    names |= set(getattr(getattr(call, "__code__", None), "co_names", ()))
     # An attribute that is no field may be a property, or a constant of the class.
-    foreign = (names - {f.name for f in dataclasses.fields(mod)}) | {"__getattr__"}
-    if any(n in vars(c) for c in type(mod).__mro__[:-1] for n in foreign):
+    foreign = names - {f.name for f in dataclasses.fields(mod)}
+    if any(not foreign.isdisjoint(vars(c)) for c in type(mod).__mro__[:-1]):
         return False
-    return _settled(call, within, frozenset()) and all(
-        _settled(x, within, names) for x in holdings(mod).values()
+    return all(_settled(x, within, names) for x in (call_of(type(mod)), *holdings(mod).values()))
+
+
+# What no code of a mod calls by a sign or a built-in, or what dataclasses write.
+_SILENT = frozenset(
+    [
+        "__init__",
+        "__post_init__",
+        "__new__",
+        "__call__",
+        "__repr__",
+        "__eq__",
+        "__hash__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__setattr__",
+        "__delattr__",
+        "__getstate__",
+        "__setstate__",
+        "__replace__",
+        "__annotate__",
+        "__annotate_func__",
+    ]
+)
+
+
+def _speaks(kind: type) -> bool:
+    """Whether a class of the user's has code of its own for signs, indices or attributes."""
+    own = (c for c in kind.__mro__[:-1] if c.__module__.partition(".")[0] != __package__)
+    return any(
+        name.startswith("__") and name not in _SILENT and isinstance(value, FunctionType)
+        for c in own
+        for name, value in vars(c).items()
     )
 
 

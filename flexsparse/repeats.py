@@ -113,6 +113,8 @@ def _form(q: Tensor, k: Tensor, v: Tensor, layout: Layout, return_lse: bool) -> 
         return None
     if type(return_lse) is not bool or torch._C._functorch.peek_interpreter_stack():
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
     try:
         return (
             layout.form, return_lse, torch.is_grad_enabled(),

@@ -145,8 +145,10 @@ def _rewrite_words(words: Tensor, select: Selection, rows: Rows) -> None:
 
 
 def _copy(layout: Layout, made: Layout) -> None:
-    if layout.columns is not None and made.columns is None:
-        made = made.with_columns(layout.columns.room)
+    columns = layout.columns
+    # The plan's columns may have come to have more room since, or less.
+    if columns is not None and (made.columns is None or made.columns.room != columns.room):
+        made = made.with_columns(columns.room)
     for old, new in zip(layout.lists, made.lists, strict=True):
         if old.ndim == 4 and new.shape[-1] > old.shape[-1]:
             raise LayoutError(

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from flexsparse.parameters import TRACE, TRACED_AT, call_of, content, held, holdings, settled
+from flexsparse.versions import State, state_of
 
 _MISSING = object()
 # So many mods are remembered, each with what it holds.
@@ -31,7 +32,7 @@ class Watch:
         self.mod = mod
         self.keep: list[Any] = []
         self.held = held(mod, self.keep)
-        self._tensors: list[tuple[Tensor, int, int, bool]] = []
+        self._tensors: list[tuple[Tensor, State, bool]] = []
         self._records: list[tuple[Any, type, Any, dict[str, Any], list[tuple[str, Any]]]] = []
         self._functions: list[tuple[FunctionType, Any, Any, list[tuple[Any, Any]]]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
@@ -41,15 +42,11 @@ class Watch:
         """Whether every place holds what it did; walked again where not all of them are seen."""
         if not self.whole:
             return self.held == held(self.mod, [])
-        for tensor, version, pointer, grad in self._tensors:
-            if (
-                tensor._version != version
-                or tensor.data_ptr() != pointer
-                or tensor.requires_grad is not grad
-            ):
+        for tensor, state, grad in self._tensors:
+            if state_of(tensor) != state or tensor.requires_grad is not grad:
                 return False
         for record, kind, call, own, fields in self._records:
-            if type(record) is not kind or call_of(kind) is not call:
+            if type(record) is not kind or call_of(kind) is not call or vars(record) is not own:
                 return False
             if len(own) - (TRACE in own) - (TRACED_AT in own) != len(fields):
                 return False
@@ -74,7 +71,7 @@ class Watch:
         if isinstance(part, Tensor):
             if part.is_inference():
                 return False
-            self._tensors.append((part, part._version, part.data_ptr(), part.requires_grad))
+            self._tensors.append((part, state_of(part), part.requires_grad))
         elif isinstance(part, FunctionType):
             if part.__kwdefaults__ or part.__dict__:
                 return False

@@ -158,6 +158,19 @@ def test_another_form_is_judged(what: str) -> None:
         assert not repeats(plan, q, k, v, None, False)
 
 
+def test_a_view_of_the_opposite_is_not_taken_for_what_its_memory_holds() -> None:
+    q, k, v = qkv()
+    opposite = torch.complex(k, -k).conj().imag
+    twin = torch.complex(k, k).imag
+    assert opposite.is_neg() and opposite.stride() == twin.stride()
+    plan = fs.make_plan(q, twin, v, rule=Causal(), backend="flex", pack="identity")
+    for given in (twin, opposite, twin, opposite):
+        assert not (given is opposite and repeats(plan, q, given, v, None, False))
+        want = fs.reference(q, given, v, rule=Causal())[0]
+        got = plan.run(q, given, v).out
+        torch.testing.assert_close(got, want, check_dtype=False, rtol=1e-4, atol=1e-5)
+
+
 def test_plans_keep_few_forms_and_are_let_go() -> None:
     import gc
     import weakref

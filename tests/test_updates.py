@@ -391,3 +391,34 @@ def test_a_sequence_grows_in_inference_mode() -> None:
         assert places(layout) == where
         true = fs.reference(q, k, v, rule=Causal(), q_offset=offset).out
         close(plan.run(q, k, v, layout).out, true)
+
+
+def test_a_layout_keeps_its_room_when_the_plan_has_come_to_more() -> None:
+    """Of a plan whose tiles single queries decide."""
+    length, rows = 256, 16
+    even = (torch.arange(rows)[:, None] + torch.arange(3)) % rows
+    uneven = even.clone()
+    uneven[:, 0] = 3
+    of = {"kv_len": length, "q_len": length, "q_block": 16, "kv_block": 16}
+    first, second = (fs.Selection.from_indices(x[None, None], **of) for x in (even, uneven))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 16, generator=draw).requires_grad_() for _ in range(3))
+    plan = fs.make_plan(q, k, v, select=first, tile=16, fallback="self", backend="tiles")
+    layout = plan.first
+    assert layout is not None and layout.columns is not None
+    before = layout.columns.room
+    plan.run(q, k, v, plan.layout(second)).out.sum().backward()
+    made = plan.layout(second)
+    assert made.columns is not None and not before.holds(made.columns.needed())
+    for select in (first, second, first):
+        plan.layout(select, into=layout)
+        grads = []
+        for run in (
+            plan.run(q, k, v, layout),
+            fs.reference(q, k, v, select=select, fallback="self"),
+        ):
+            weights = torch.linspace(-1, 1, run.out.numel(), dtype=run.out.dtype)
+            loss = (run.out * weights.view_as(run.out)).sum()
+            grads.append(torch.autograd.grad(loss, (q, k, v)))
+        for got, want in zip(*grads, strict=True):
+            close(got, want)
