@@ -15,7 +15,7 @@ from flexsparse.choice import BackendName, Pack
 from flexsparse.device import autocast_dtype
 from flexsparse.given import Given
 from flexsparse.layout import Layout
-from flexsparse.parameters import held, is_number, settled
+from flexsparse.parameters import held, is_number
 from flexsparse.plan import Plan
 from flexsparse.planning import Choices, make_plan
 from flexsparse.result import Result
@@ -23,6 +23,7 @@ from flexsparse.rules import MaskMod, MaskRule, as_rule, trace_rule
 from flexsparse.scores import ScoreMod, as_score, trace_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
+from flexsparse.settling import settled
 from flexsparse.watching import watch
 
 

@@ -8,10 +8,9 @@ Closures and tuples are lifted like fields; `held` lists what a rule depends on,
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,7 +33,7 @@ def lift(mod: Any, *, closures: bool = True, doubles: bool = False) -> Any:
     ``closures=False`` leaves functions and tuples as they are: a number there may steer Python.
     ``doubles`` leaves what single precision does not hold, for rules that compute in double.
     """
-    if _is_record(mod):
+    if is_record(mod):
         return _copied(mod, lambda value: _lifted(value, closures, doubles))
     if closures:
         return _lifted(mod, closures, doubles)
@@ -47,7 +46,7 @@ def moved(mod: Any, device: torch.device) -> Any:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
-        if _is_record(value):
+        if is_record(value):
             return _copied(value, move)
         return _rebuilt(value, move)
 
@@ -64,17 +63,17 @@ def _lifted(value: Any, closures: bool, doubles: bool) -> Any:
     if type(value) is float:
         kept = doubles and torch.tensor(value, dtype=torch.float32, device="cpu").item() != value
         return value if kept else _number(value, torch.float64)
-    if _is_record(value):
+    if is_record(value):
         return _copied(value, inner)
     if closures:
         return _rebuilt(value, inner)
     if type(value) is tuple:
         # Numbers there may be for Python to unpack; rules are not.
-        return tuple(inner(v) if _is_record(v) else v for v in value)
+        return tuple(inner(v) if is_record(v) else v for v in value)
     return value
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -242,7 +241,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
         yield from map(content, value.__closure__ or ())
-        yield from _defaults(value)
+        yield from defaults_of(value)
         for name in value.__code__.co_names:
             read = value.__globals__.get(name)
             if not isinstance(read, ModuleType | type):
@@ -250,137 +249,13 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, torch.nn.Module):
         yield from value.parameters()
         yield from value.buffers()
-    elif (hasattr(value, "__dict__") or _is_record(value)) and not isinstance(value, type):
+    elif (hasattr(value, "__dict__") or is_record(value)) and not isinstance(value, type):
         yield from holdings(value).values()
 
 
-def _defaults(function: FunctionType) -> Iterator[Any]:
+def defaults_of(function: FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-
-
-# Built-ins through which a function can read anything.
-_ASKS = {"getattr", "globals", "vars", "eval", "exec", "__import__"}
-
-
-def _is_constant(read: Any) -> bool:
-    """A module whose contents nobody changes, the class Tensor, or a helper of the gallery."""
-    if isinstance(read, FunctionType):
-        return read.__module__ in ("flexsparse.canvas", "flexsparse.rules") and settled(read)
-    return read is Tensor or (isinstance(read, ModuleType) and read.__name__ in ("torch", "math"))
-
-
-@functools.lru_cache(maxsize=1024)
-def _globals_of(code: CodeType) -> frozenset[str]:
-    """The names that code reads as globals; attributes stand among its names, too."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _READS_GLOBAL)
-
-
-_READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
-
-
-@functools.lru_cache(maxsize=1024)
-def _asks_further(code: CodeType) -> bool:
-    """Whether code reads what is not among its names: by a built-in, or out of a module it imports."""
-    brought = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    outside = {name.partition(".")[0] for name in brought} - {"torch", "math"}
-    return bool(outside or _ASKS & set(code.co_names))
-
-
-def settled(mod: Any) -> bool:
-    """Whether what ``mod`` holds says all about it, so that nothing else it reads can change.
-
-    True of numbers, tensors, and functions and rules that read no more than these and modules. What
-    reads a notebook's globals, attributes of objects or containers has to be traced to be known.
-    """
-    try:
-        # Who reads an attribute need not be who holds the object: it may be handed on.
-        return _settled(mod, (), frozenset(_names_in(mod, set())))
-    except RecursionError:
-        return False
-
-
-def _names_in(mod: Any, seen: set[int]) -> Iterator[str]:
-    """The names that any function in ``mod`` reads, attributes among them."""
-    if id(mod) in seen or isinstance(mod, Tensor | int | float | str | type(None)):
-        return
-    seen.add(id(mod))
-    parts: Iterable[Any] = ()
-    if type(mod) is tuple:
-        parts = mod
-    elif isinstance(mod, FunctionType):
-        yield from mod.__code__.co_names
-        parts = (*map(content, mod.__closure__ or ()), *_defaults(mod))
-    elif _is_record(mod):
-        parts = (call_of(type(mod)), *holdings(mod).values())
-    for part in parts:
-        yield from _names_in(part, seen)
-
-
-def _settled(mod: Any, within: tuple[FunctionType, ...], names: frozenset[str]) -> bool:
-    """``names`` are those that any function reads where ``mod`` is held."""
-    if isinstance(mod, Tensor):
-        # Of a class of the user's anything may be asked, of torch's the attributes somebody set.
-        return type(mod).__module__.partition(".")[0] == "torch" and not names & vars(mod).keys()
-    if mod is None or type(mod) in (bool, int, float, str):
-        return True
-    if type(mod) is tuple:
-        return all(_settled(x, within, names) for x in mod)
-    if isinstance(mod, FunctionType):
-        code = mod.__code__
-        read = [mod.__globals__[n] for n in _globals_of(code) if n in mod.__globals__]
-        inner = any(hasattr(constant, "co_code") for constant in code.co_consts)
-        held_by = [*map(content, mod.__closure__ or ()), *_defaults(mod)]
-        plain = not inner and not vars(mod) and not _asks_further(code)
-        # Functions may name each other.
-        within = (*within, mod)
-        return (
-            plain
-            and all(map(_is_constant, read))
-            and all(any(x is w for w in within) or _settled(x, within, names) for x in held_by)
-        )
-    if not _is_record(mod) or _speaks(type(mod)):
-        return False
-    # An attribute that is no field may be a property, or a constant of the class.
-    foreign = names - {f.name for f in dataclasses.fields(mod)}
-    if any(not foreign.isdisjoint(vars(c)) for c in type(mod).__mro__[:-1]):
-        return False
-    return all(_settled(x, within, names) for x in (call_of(type(mod)), *holdings(mod).values()))
-
-
-# What no code of a mod calls by a sign or a built-in, or what dataclasses write.
-_SILENT = frozenset(
-    [
-        "__init__",
-        "__post_init__",
-        "__new__",
-        "__call__",
-        "__repr__",
-        "__eq__",
-        "__hash__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__setattr__",
-        "__delattr__",
-        "__getstate__",
-        "__setstate__",
-        "__replace__",
-        "__annotate__",
-        "__annotate_func__",
-    ]
-)
-
-
-def _speaks(kind: type) -> bool:
-    """Whether a class of the user's has code of its own for signs, indices or attributes."""
-    own = (c for c in kind.__mro__[:-1] if c.__module__.partition(".")[0] != __package__)
-    return any(
-        name.startswith("__") and name not in _SILENT and isinstance(value, FunctionType)
-        for c in own
-        for name, value in vars(c).items()
-    )
 
 
 def name_of(mod: Any, tensor: Tensor) -> str:
@@ -434,7 +309,7 @@ def describe(mod: Any) -> str:
         return describe(mod.func)
     if (text := getattr(mod, "describe", None)) is not None and not isinstance(mod, type):
         return str(text())
-    if _is_record(mod):
+    if is_record(mod):
         fields = (f"{f.name}={describe(getattr(mod, f.name))}" for f in dataclasses.fields(mod))
         return f"{type(mod).__name__}({', '.join(fields)})"
     if isinstance(mod, FunctionType):

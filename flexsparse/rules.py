@@ -20,8 +20,8 @@ from flexsparse.parameters import (
     holdings,
     lift,
     moved,
-    settled,
 )
+from flexsparse.settling import settled
 from flexsparse.shown import Shown
 from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, keep, trace
 from flexsparse.watching import Watch

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flexsparse.parameters import TRACE, TRACED_AT, call_of, content, held, holdings, settled
+from flexsparse.parameters import TRACE, TRACED_AT, call_of, content, held, holdings
+from flexsparse.settling import settled
 from flexsparse.versions import State, state_of
 
 _MISSING = object()

@@ -20,8 +20,8 @@ from flexsparse.masks import (
     SlidingTile,
     SlidingWindow,
 )
-from flexsparse.parameters import settled
 from flexsparse.rules import trace_rule
+from flexsparse.settling import settled
 
 RULES: dict[str, fs.MaskRule] = {name: make(200)[0] for name, make in sequences.RULES.items()}
 RULES |= {f"{name} image": make((10, 20))[0] for name, make in images.MAKES.items()}

@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 
 LAYERS = [
     "errors shapes trees versions grid canvas device shown",
-    "recording parameters watching tracing bounds rules scores kernels given selection resolve",
+    "recording parameters settling watching tracing bounds rules scores kernels given selection resolve",
     "arguments merge reference conditioning",
     "address program coverage cutting ordering occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",

@@ -16,9 +16,10 @@ from flexsparse.grid import Grid
 from flexsparse.intervals.codes import rule_codes
 from flexsparse.kernels.rows import EMPTY
 from flexsparse.occupancy import on_device_only
-from flexsparse.parameters import held, settled
+from flexsparse.parameters import held
 from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
+from flexsparse.settling import settled
 
 # Layers and steps ask the same: a model has a few rules and lengths.
 _KEPT = 32
