@@ -53,6 +53,14 @@ def graph_ms(call: Call) -> float:
         raise
 
 
+def captured_ms(call: Call) -> float | None:
+    """The same, None of what cannot be captured."""
+    try:
+        return graph_ms(call)
+    except Exception:  # whatever torch or CUDA finds while it captures
+        return None
+
+
 def _forget_capture() -> None:
     """A capture that fails leaves torch's default generator believing in it: it gets a new state."""
     index = torch.cuda.current_device()

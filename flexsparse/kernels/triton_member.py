@@ -52,6 +52,19 @@ def words_of(words, b, h, heads, word_b, word_h, sharing, FOLD: tl.constexpr):
 
 
 @triton.jit
+def counts_of(some, full):
+    """The partial tiles of a list, and all."""
+    partial = tl.load(some)
+    return partial, partial + tl.load(full)
+
+
+@triton.jit
+def listed(some_at, full_at, partial, slot):
+    """The tile in a slot of a list, whose ``partial`` ones come first."""
+    return tl.load(tl.where(slot < partial, some_at + slot, full_at + slot - partial))
+
+
+@triton.jit
 def seen_by_row(
     words, first_row, row, key, width, row_words, kv_len,
     M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -91,17 +104,17 @@ def _forward(
     to_k = k + b * k_b + h // group * k_h
     to_v = v + b * v_b + h // group * v_h
     at = first_row // Q_TILE
-    partial = tl.load(some + b * num_b + h * num_h + at)
-    number = partial + tl.load(full + b * num_b + h * num_h + at)
+    at_num = b * num_b + h * num_h + at
+    partial, number = counts_of(some + at_num, full + at_num)
     of_some = some_at + b * idx_b + h * idx_h + at * idx_r
-    of_full = full_at + b * full_b + h * full_h + at * full_r - partial
+    of_full = full_at + b * full_b + h * full_h + at * full_r
     STEPS: tl.constexpr = KV_TILE // N
     peak = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, DV], tl.float32)
     for step in range(number * STEPS):
         slot = step // STEPS
-        column = tl.load(tl.where(slot < partial, of_some + slot, of_full + slot))
+        column = listed(of_some, of_full, partial, slot)
         key = column * KV_TILE + step % STEPS * N + tl.arange(0, N)
         there = (key < kv_len)[:, None]
         keys = tl.load(to_k + key[:, None] * k_s + d[None, :], mask=there, other=0.0)

@@ -14,6 +14,8 @@ from flexsparse.kernels.triton_member import (
     Pieces,
     Words,
     constants_of,
+    counts_of,
+    listed,
     seen_by_row,
     sizes_of,
     strides_of,
@@ -79,15 +81,15 @@ def _by_row(
     to_k = k + b * k_b + h // group * k_h
     to_v = v + b * v_b + h // group * v_h
     at = first_row // Q_TILE
-    partial = tl.load(some + b * num_b + h * num_h + at)
-    number = partial + tl.load(full + b * num_b + h * num_h + at)
+    at_num = b * num_b + h * num_h + at
+    partial, number = counts_of(some + at_num, full + at_num)
     of_some = some_at + b * idx_b + h * idx_h + at * idx_r
-    of_full = full_at + b * full_b + h * full_h + at * full_r - partial
+    of_full = full_at + b * full_b + h * full_h + at * full_r
     STEPS: tl.constexpr = KV_TILE // N
     sums = tl.zeros([M, D], tl.float32)
     for step in range(number * STEPS):
         slot = step // STEPS
-        column = tl.load(tl.where(slot < partial, of_some + slot, of_full + slot))
+        column = listed(of_some, of_full, partial, slot)
         key = column * KV_TILE + step % STEPS * N + tl.arange(0, N)
         there = (key < kv_len)[:, None]
         keys = tl.load(to_k + key[:, None] * k_s + d[None, :], mask=there, other=0.0)
@@ -135,13 +137,13 @@ def _by_column(
         to_q = q + b * q_b + h * q_h
         to_do = do + b * o_b + h * o_h
         at_lse = b * lse_b + h * lse_h
-        partial = tl.load(some + b * num_b + h * num_h + at)
-        number = partial + tl.load(full + b * num_b + h * num_h + at)
+        at_num = b * num_b + h * num_h + at
+        partial, number = counts_of(some + at_num, full + at_num)
         of_some = some_at + b * idx_b + h * idx_h + at * idx_c
-        of_full = full_at + b * full_b + h * full_h + at * full_c - partial
+        of_full = full_at + b * full_b + h * full_h + at * full_c
         for step in range(number * STEPS):
             slot = step // STEPS
-            tile = tl.load(tl.where(slot < partial, of_some + slot, of_full + slot))
+            tile = listed(of_some, of_full, partial, slot)
             first_row = tile * Q_TILE + step % STEPS * M
             row = first_row + tl.arange(0, M)
             mine = row < q_len

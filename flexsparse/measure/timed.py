@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexsparse.device.clock import Call, device_ms, graph_ms
+from flexsparse.device.clock import Call, captured_ms, device_ms
 from flexsparse.measure.contender import UnfitError
 from flexsparse.measure.cost import first_line
 
@@ -30,12 +30,8 @@ def kernel_ms(attend: Attention, qkv: QKV, device: torch.device) -> float:
     """Of a forward call what the device takes: in a CUDA graph where one holds it, as the launches of a
     short call take the host longer."""
     with torch.no_grad():
-        if device.type != "cuda":
-            return device_ms(lambda: attend(*qkv), device)
-        try:
-            return graph_ms(lambda: attend(*qkv))
-        except Exception:  # whatever torch or CUDA finds while it captures
-            return device_ms(lambda: attend(*qkv), device)
+        captured = captured_ms(lambda: attend(*qkv)) if device.type == "cuda" else None
+    return forward_ms(attend, qkv, device) if captured is None else captured
 
 
 def training_ms(attend: Attention, qkv: QKV, device: torch.device) -> float:

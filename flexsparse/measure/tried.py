@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexsparse.choice import UNTILED, BackendName, Pack, pack_of, unpacked
 from flexsparse.device import ceilings
-from flexsparse.device.clock import Call, device_ms, graph_ms
+from flexsparse.device.clock import Call, captured_ms, device_ms
 from flexsparse.errors import BackendError, LayoutError
 from flexsparse.measure.cost import first_line
 from flexsparse.measure.problem import Problem
@@ -51,10 +51,8 @@ def brief_ms(call: Call, device: torch.device) -> float:
     eager = float(do_bench(call, warmup=5, rep=20, return_mode="median"))
     if eager > _SHORT_MS:
         return eager
-    try:
-        return graph_ms(call)
-    except Exception:  # whatever torch or CUDA finds while it captures
-        return eager
+    captured = captured_ms(call)
+    return eager if captured is None else captured
 
 
 def once(call: Call, device: torch.device) -> float:
