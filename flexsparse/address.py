@@ -7,7 +7,7 @@ where among them a logical query stands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -24,9 +24,13 @@ class Identity:
 
     heads: int
     kv_heads: int
+    # Made once: a number that torch.compile has come to see vary is no part of a string there.
+    key: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> str:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self._key())
+
+    def _key(self) -> str:
         return f"identity/{self.heads}/{self.kv_heads}"
 
     @property
@@ -94,8 +98,7 @@ class Identity:
 class FoldedHeads(Identity):
     """KV heads in the batch: a list per KV head is then shared by all query heads of its entry."""
 
-    @property
-    def key(self) -> str:
+    def _key(self) -> str:
         return f"folded/{self.heads}/{self.kv_heads}"
 
     @property
@@ -150,8 +153,7 @@ class PackedHeads(FoldedHeads):
     heads of a group share what their query selects, so they are computed together.
     """
 
-    @property
-    def key(self) -> str:
+    def _key(self) -> str:
         return f"packed/{self.heads}/{self.kv_heads}"
 
     @property
@@ -200,8 +202,7 @@ class Taken(Identity):
     inner: Identity
     axis: Axis
 
-    @property
-    def key(self) -> str:
+    def _key(self) -> str:
         return f"{self.axis}/{self.inner.key}"
 
     @property

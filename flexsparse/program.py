@@ -7,7 +7,7 @@ key: the same key is the same kernel, whatever the tensors hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -37,11 +37,11 @@ class Member:
     q_block: int
     kv_block: int
     one_row: bool
+    key: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> str:
+    def __post_init__(self) -> None:
         blocks = f"{self.q_block}.{self.kv_block}.{int(self.one_row)}"
-        return f"{self.batch}.{self.heads}.{blocks}"
+        object.__setattr__(self, "key", f"{self.batch}.{self.heads}.{blocks}")
 
     def holds(
         self, words: Tensor, address: Identity, b: Tensor, h: Tensor, row: Tensor, kv: Tensor
@@ -82,12 +82,13 @@ class MaskProgram:
     rule: Traced | None
     member: Member | None
     reach: int | None
+    key: str = field(init=False, repr=False)
 
-    @property
-    def key(self) -> str:
+    def __post_init__(self) -> None:
         rule = self.rule.kind if self.rule else "any"
         member = self.member.key if self.member else "all"
-        return f"{self.address.key}/{self.offset}/{rule}/{member}/{self.reach or 0}"
+        key = f"{self.address.key}/{self.offset}/{rule}/{member}/{self.reach or 0}"
+        object.__setattr__(self, "key", key)
 
     @property
     def uses_batch(self) -> bool:
@@ -227,10 +228,11 @@ class ScoreProgram:
     address: Identity
     offset: Offset
     score: Traced
+    key: str = field(init=False, repr=False)
 
-    @property
-    def key(self) -> str:
-        return f"{self.address.key}/{self.offset}/{self.score.kind}"
+    def __post_init__(self) -> None:
+        key = f"{self.address.key}/{self.offset}/{self.score.kind}"
+        object.__setattr__(self, "key", key)
 
     def tables(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         found = [] if self.offset == "none" else [offset_table(grid, self.offset, device)]

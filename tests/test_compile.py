@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexsparse as fs
 from flexsparse import tracing
-from flexsparse.choice import Pack
+from flexsparse.choice import BackendName, Pack
 from flexsparse.device import compiles
 from flexsparse.masks import Alibi, Causal, SlidingWindow, Softcap
 from flexsparse.program import mask_of, score_of
@@ -168,6 +168,32 @@ def test_attention_compiles_into_user_code(device: torch.device) -> None:
     rule = Causal()
     compiled = torch.compile(lambda q, k, v: fs.attention(q, k, v, rule=rule), fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), fs.attention(q, k, v, rule=rule))
+
+
+@pytest.mark.parametrize("backend", ["tiles", "gather"])
+def test_one_compiled_function_takes_plans_of_many_blocks(
+    backend: BackendName, device: torch.device
+) -> None:
+    """From the second on, torch takes the sizes of blocks for numbers that vary."""
+    held: dict[str, Any] = {}
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plan: fs.Plan = held["plan"]
+        return plan.run(q, k, v, plan.layout(held["select"])).out
+
+    for q_block, kv_block, length in ((16, 16, 100), (32, 16, 100), (1, 1, 65), (7, 5, 65)):
+        tensors = qkv(device, length)
+        blocks = -(-length // kv_block)
+        ids = torch.arange(-(-length // q_block))[:, None] * 3 + torch.arange(3)
+        held["select"] = fs.Selection.from_indices(
+            (ids % blocks)[None, None].to(device),
+            kv_len=length, q_len=length, q_block=q_block, kv_block=kv_block,
+        )  # fmt: skip
+        options = {"rule": Causal(), "select": held["select"]}
+        held["plan"] = fs.make_plan(*tensors, **options, backend=backend)
+        true = fs.reference(*tensors, **options).out
+        torch.testing.assert_close(run(*tensors).double(), true, atol=1e-5, rtol=1e-5)
 
 
 def test_a_compiled_call_needs_no_call_before_it(device: torch.device) -> None:
