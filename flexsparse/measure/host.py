@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,16 +37,20 @@ QKV = tuple[Tensor, Tensor, Tensor]
 _CALLS = 300
 
 
-def host_us(call: Callable[[], object], device: torch.device) -> float:
-    """Median µs of a call until it returns; the device is given time to keep up."""
-    took = []
+def host_us(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median µs of each call until it returns; the device is given time to keep up.
+
+    In turns: whatever else a box does falls on all alike.
+    """
+    took: list[list[float]] = [[] for _ in calls]
     for i in range(_CALLS):
         if i % 20 == 0 and device.type == "cuda":
             torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - begun)
-    return 1e6 * sorted(took)[len(took) // 2]
+        for call, times in zip(calls, took, strict=True):
+            begun = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begun)
+    return [1e6 * sorted(times)[len(times) // 2] for times in took]
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> QKV:
@@ -77,23 +82,24 @@ def around(device: torch.device, dtype: torch.dtype, backend: BackendName) -> li
             plan = make_plan(q, k, v, rule=rule, select=select, backend=backend)
             layout = plan.layout(select)
             plan.run(q, k, v, layout)
-            run = host_us(lambda p=plan, la=layout: p.run(q, k, v, la), device)  # type: ignore[misc]
-            bare = _bare_us(plan, layout, (q, k, v), device)
-            found.append({"what": f"plan.run, {name}", "us": run, "over": bare and run - bare})
-            front = host_us(
-                lambda s=select: attention(q, k, v, rule=rule, select=s, backend=backend),  # type: ignore[misc]
-                device,
-            )
-            found.append({"what": f"attention, {name}", "us": front, "over": bare and front - bare})
+            calls: dict[str, Callable[[], object]] = {
+                "plan.run": partial(plan.run, q, k, v, layout),
+                "attention": partial(attention, q, k, v, rule=rule, select=select, backend=backend),
+            }
+            bare = _bare(plan, layout, (q, k, v))
+            took = host_us([*calls.values(), *([] if bare is None else [bare])], device)
+            for of, us in zip(calls, took, strict=False):
+                over = None if bare is None else us - took[-1]
+                found.append({"what": f"{of}, {name}", "us": us, "over": over})
     return found
 
 
-def _bare_us(plan: Plan, layout: Layout, qkv: QKV, device: torch.device) -> float | None:
-    """The compiled function alone, with its arguments at hand."""
+def _bare(plan: Plan, layout: Layout, qkv: QKV) -> Callable[[], object] | None:
+    """The compiled function alone, with its arguments at hand; None where it is not known."""
     q, k, v = (plan.address.pack(x, name) for x, name in zip(qkv, ("q", "k", "v"), strict=True))
     work = Work(q, k, v, layout, None, [], plan.scale, False, False)
     kernel, given = kernel_of(work, plan.backend), arguments(work)
-    return None if kernel is None else host_us(lambda: kernel(*given), device)
+    return None if kernel is None else partial(kernel, *given)
 
 
 # Kinds of calls, as (backend, whether with backward); each is compiled by itself.
