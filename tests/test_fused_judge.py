@@ -288,6 +288,10 @@ def test_lists_by_the_kernel(columns: int, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(columns)
     codes = torch.randint(0, 3, (2, 3, 40, columns), generator=draw, dtype=torch.int8)
     for there, here in ((codes.to(device), codes), (codes.to(device).mT, codes.mT)):
-        rooms = (here.shape[-1], max(1, here.shape[-1] // 5))
-        for mine, wanted in zip(tile_lists(there, *rooms), by_map(here, *rooms), strict=True):
-            assert torch.equal(mine.cpu(), wanted)
+        rows, columns = here.shape[2:]
+        across = columns, max(1, columns // 5)
+        for down in (None, (max(1, rows // 5), rows)):
+            made, wanted = tile_lists(there, across, down), by_map(here, across, down)
+            assert len(made) == len(wanted) == (4 if down is None else 8)
+            for mine, theirs in zip(made, wanted, strict=True):
+                assert torch.equal(mine.cpu(), theirs)

@@ -398,10 +398,8 @@ def test_the_kernels_take_what_was_given(tokens: bool) -> None:
             found, _ = words.tile_codes(marked, there, g, lists)
             twin, _ = words.by_words(marked.cpu(), codes, g, lists)
             assert torch.equal(found.cpu(), twin)
-            room = g.row_capacity(indices.shape[-1])
-            for ours, theirs in zip(
-                tile_lists(found, room, room), tile_lists(twin, room, room), strict=True
-            ):
+            rooms = (g.row_capacity(indices.shape[-1]),) * 2
+            for ours, theirs in zip(tile_lists(found, rooms), tile_lists(twin, rooms), strict=True):
                 assert torch.equal(ours.cpu(), theirs)
 
     check()

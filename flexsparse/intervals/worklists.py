@@ -82,12 +82,12 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
 def lists_of_map(codes: Tensor, *, by_column: bool = True) -> list[Tensor]:
     """The same of a map of codes, int8 ``[B, H, R, C]``."""
     rows, columns = codes.shape[2:]
-    rooms = [columns, columns, rows, rows]
+    across, down = (columns, columns), (rows, rows)
     if codes.numel() > WHOLE:
-        rooms = [_width(n, room) for n, room in zip(longest(codes), rooms, strict=True)]
-    made = tile_lists(codes, *rooms[:2])
-    if by_column:
-        made += tile_lists(codes.transpose(-1, -2), *rooms[2:])
+        a, b, c, d = longest(codes)
+        across = _width(a, columns), _width(b, columns)
+        down = _width(c, rows), _width(d, rows)
+    made = tile_lists(codes, across, down if by_column else None)
     return _alike(made)
 
 

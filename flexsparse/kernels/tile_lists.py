@@ -1,4 +1,4 @@
-"""A map of codes as all the lists that kernels walk: each way along the map in one pass."""
+"""A map of codes as all the lists that kernels walk: both ways along the map in one pass."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from torch import Tensor
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.rows import FULL, PARTIAL
 
+Rooms = tuple[int, int]
 
-def tile_lists(codes: Tensor, partial: int, full: int) -> list[Tensor]:
+
+def tile_lists(codes: Tensor, across: Rooms, down: Rooms | None = None) -> list[Tensor]:
     """int8 ``[B, H, R, C]``, by any strides -> counts ``[B, H, R]`` and indices of the partial tiles
-    ``[B, H, R, partial]``, then of the full ``[B, H, R, full]``, as in `compress`."""
+    ``[B, H, R, room]``, then of the full, as in `compress`; with ``down`` the same by column too.
+
+    ``across`` and ``down`` are the rooms for partial and for full tiles of a row and of a column.
+    """
     if codes.is_cuda:
         from flexsparse.kernels.triton_tile_lists import launch
 
-        return launch(codes, partial, full)
-    return by_map(codes, partial, full)
+        return launch(codes, across, down)
+    return by_map(codes, across, down)
 
 
-def by_map(codes: Tensor, partial: int, full: int) -> list[Tensor]:
+def by_map(codes: Tensor, across: Rooms, down: Rooms | None = None) -> list[Tensor]:
     """The specification of the kernel."""
-    return [*compress(codes == PARTIAL, partial), *compress(codes == FULL, full)]
+    made = [*compress(codes == PARTIAL, across[0]), *compress(codes == FULL, across[1])]
+    return made if down is None else made + by_map(codes.transpose(-1, -2), down)
 
 
 def longest(codes: Tensor) -> list[int]:

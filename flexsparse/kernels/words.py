@@ -23,7 +23,7 @@ def token_tiles(
     words = marked(given, candidates)
     found, bits = tile_codes(words, codes, geometry, lists)
     room = geometry.row_capacity(given.shape[-1])
-    partial_num, partial_idx, full_num, full_idx = tile_lists(found, room, room)
+    partial_num, partial_idx, full_num, full_idx = tile_lists(found, (room, room))
     return RowTiles(partial_num, partial_idx, full_num, full_idx, bits, words)
 
 
