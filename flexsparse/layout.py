@@ -102,6 +102,11 @@ class Layout(Shown):
         sizes = [x.shape for x in self.lists]
         return (self.kv_indices.device, *there, self.block_size, *sizes, *tables)
 
+    @cached_property
+    def read_forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What a kernel reads of it where no gradients are wanted: lists by row, and tables."""
+        return self.by_row, [t.detach() for t in self.tables]
+
     @property
     def mask_mod(self) -> MaskMod:
         """Rule, membership and fallback, right wherever it is asked, listed tiles or not."""

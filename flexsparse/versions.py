@@ -59,9 +59,12 @@ class Versions:
     @property
     def current(self) -> bool:
         """Whether none has changed since."""
-        if torch.compiler.is_compiling():
-            return True
-        return tuple(map(state_of, self.tensors)) == self.states
+        return torch.compiler.is_compiling() or self.unchanged
+
+    @property
+    def unchanged(self) -> bool:
+        """The same, outside torch.compile."""
+        return tuple([state_of(t) for t in self.tensors]) == self.states
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tensors": self.tensors, "current": self.current}

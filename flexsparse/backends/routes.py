@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from flexsparse.backends import Work
 from flexsparse.backends.compiled import Kernel
@@ -39,15 +37,7 @@ def arguments(work: Work) -> tuple[Any, ...]:
     q, k, v, layout, _, score_tables, _, _, grads = work
     # Without gradients the lists by column are not read.
     lists = layout.lists if grads else layout.by_row
-    return in_order(q, k, v, lists, layout.tables, score_tables)
-
-
-def in_order(
-    q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], tables: Sequence[Tensor],
-    score_tables: Sequence[Tensor],
-) -> tuple[Any, ...]:  # fmt: skip
-    """Tensors in the order of a compiled function."""
-    return q, k, v, lists, [t.detach() for t in tables], list(score_tables)
+    return q, k, v, lists, [t.detach() for t in layout.tables], list(score_tables)
 
 
 def remembers(work: Work) -> bool:
