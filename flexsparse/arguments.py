@@ -43,6 +43,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """A device that is there."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(
+            f"device {str(found)!r} is not there: torch finds no CUDA here (torch.cuda.is_available()); "
+            "give another device"
+        )
+    return found
+
+
 def check_heads(heads: Sequence[int]) -> tuple[int, int]:
     if (
         not isinstance(heads, Sequence)

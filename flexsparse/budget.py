@@ -116,7 +116,7 @@ class Budget(Shown):
                 f"rows      {self.rows.min} min, {self.rows.median} median, {self.rows.p99} p99, "
                 f"{self.rows.max} max {each}",
                 f"bytes     {self.kv_bytes:,} of K and V, {self.metadata_bytes:,} of metadata",
-                f"if shared {ways.shared:,} + {lists.shared:,}; per KV head {ways.per_kv_head:,} + "
+                f"if lists were shared by all heads {ways.shared:,} + {lists.shared:,}; per KV head {ways.per_kv_head:,} + "
                 f"{lists.per_kv_head:,}; per query head {ways.per_query_head:,} + "
                 f"{lists.per_query_head:,}",
                 *taken,

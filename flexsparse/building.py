@@ -18,6 +18,7 @@ from flexsparse.ahead import Ahead, Terms, look_ahead
 from flexsparse.arguments import (
     Empty,
     Fallback,
+    check_device,
     check_empty,
     check_fallback,
     check_flag,
@@ -86,7 +87,7 @@ def build_layout(
     reach, empty = check_fallback(fallback), check_empty(empty)
     tiles = tile_size(block_size, "block_size")
     program = mask_program(address, grid, as_rule(rule), select, reach)
-    device = torch.device(device)
+    device = check_device(device)
     terms = Terms(program, grid, tiles, device, empty, check_flag("sanitize", sanitize))
     layout = make(terms, select, look_ahead(terms))
     if not check_flag("exact", exact) or terms.asks_queries or select is None:

@@ -79,8 +79,8 @@ def choose_address(
         return Identity(heads, kv_heads)
     if backend not in UNTILED and _packs(q, k, v, select):
         why.append(
-            f"{heads // kv_heads} heads beside each query: a tile of {DEFAULT_TILE[0]} rows holds "
-            f"few queries, and what they select is shared by their heads"
+            f"{heads // kv_heads} heads beside each query: they share its candidates, and a tile holds "
+            "fewer queries that select for themselves"
         )
         return PackedHeads(heads, kv_heads)
     laid = unpacked(q, k, v, select)
@@ -213,6 +213,24 @@ def holds_several(rows: int, q_block: int) -> bool:
     return rows > q_block and rows % q_block == 0
 
 
+def holding_several(
+    size: tuple[int, int],
+    address: Identity,
+    select: Selection | None,
+    backend: Backend,
+    call: Call,
+    why: list[str],
+) -> tuple[int, int]:
+    """``size``, or one so tall that several whole rows of candidates stand in a tile."""
+    assert select is not None
+    one = select.q_block * address.rows_per_query
+    if holds_several(size[0], one):
+        return size
+    tall = backend.tile_for((max(2, ceil_div(size[0], one)) * one, size[1]), call)
+    why.append(f"tiles of {tall[0]}x{tall[1]}: rows of candidates that select alike share one")
+    return tall
+
+
 def ordered(
     address: Identity,
     select: Selection | None,
@@ -272,10 +290,10 @@ def choose_tile(
     unit = backend.tile_for((1, 1), call)
     if tile is not None:
         asked = tile_size(tile)
+    elif backend is tiles and select is not None and _in_step(call, grid, address, select):
+        asked = _stepped_tile(grid, address, select, why)
     elif isinstance(address, PackedHeads) and select is not None and unit[0] < DEFAULT_TILE[0]:
         asked = _packed_tile(grid, address, select, call, why)
-    elif backend is tiles and select is not None and _in_step(call, address):
-        asked = _stepped_tile(grid, address, select, why)
     else:
         asked = DEFAULT_TILE
     lengths = (grid.q_len * address.rows_per_query, grid.kv_len)
@@ -334,24 +352,31 @@ def _packed_tile(
     rows, times = best_rows(select, grid, (address.heads, address.kv_heads), keys)
     queries = rows // group
     why.append(
-        f"tiles of {rows} rows: {queries} neighbouring queries select {times:.1f} times the tiles of one"
+        f"tiles of {rows} rows: {queries} neighbouring queries touch {times:.1f} times what one does"
         if queries > 1
         else f"tiles of {rows} rows, a query each: neighbours share too little"
     )
     return rows, keys
 
 
-def _in_step(call: Call, address: Identity) -> bool:
-    """Whether plain torch on CPU runs single heads, and candidates may be looked at."""
-    on_cpu = call.device.type == "cpu" and not on_device_only(call.device)
-    return on_cpu and address.rows_per_query == 1
+def _in_step(call: Call, grid: Grid, address: Identity, select: Selection) -> bool:
+    """Whether plain torch on CPU runs it, and candidates may be looked at. Rows of several heads have a
+    height also where that is not worth it."""
+    if call.device.type != "cpu" or on_device_only(call.device):
+        return False
+    worth = _pairs(grid, address) >= LEAST_PAIRS and select.kv_block >= LEAST_BLOCK
+    return worth or address.rows_per_query == 1
+
+
+def _pairs(grid: Grid, address: Identity) -> int:
+    return grid.batch * address.heads * grid.q_len * grid.kv_len
 
 
 def _stepped_tile(
     grid: Grid, address: Identity, select: Selection, why: list[str]
 ) -> tuple[int, int]:
     """As small as pays for what candidates leave of larger tiles, in plain torch."""
-    pairs = grid.batch * address.heads * grid.q_len * grid.kv_len
+    pairs = _pairs(grid, address)
     if pairs < LEAST_PAIRS:
         why.append(
             "tiles of {}x{}: {:,} pairs are too few to weigh smaller ones, which takes a look at the "
@@ -365,9 +390,12 @@ def _stepped_tile(
             )
         )
         return DEFAULT_TILE
-    found = best_stepped(select, grid, (address.heads, address.kv_heads), DEFAULT_TILE)
+    default = heights(address.rows_per_query)[-1], DEFAULT_TILE[1]
+    found = best_stepped(
+        select, grid, (address.heads, address.kv_heads), default, address.rows_per_query
+    )
     rows, keys = found.size
-    if found.size == DEFAULT_TILE:
+    if found.size == default:
         less = "no smaller ones would visit less"
         if found.other is not None:
             less = "{}x{} would visit {:.2f} times the pairs, in more steps or smaller ones".format(
@@ -377,6 +405,6 @@ def _stepped_tile(
     else:
         why.append(
             f"tiles of {rows}x{keys}: they visit {found.pairs:.2f} times the pairs of "
-            f"{DEFAULT_TILE[0]}x{DEFAULT_TILE[1]}"
+            f"{default[0]}x{default[1]}"
         )
     return found.size

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from flexsparse.address import Identity
 from flexsparse.ahead import Element
+from flexsparse.arguments import check_device
 from flexsparse.coverage import Span
 from flexsparse.cutting import Cuts, Launches, launches_of
 from flexsparse.device import lasting
@@ -207,7 +208,7 @@ class Layout(Shown):
 
     def to(self, device: torch.device | str) -> Layout:
         """The layout with everything it reads, captured tensors too, on ``device``."""
-
+        device = check_device(device)
         tensors: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()

@@ -19,7 +19,7 @@ from flexsparse.device import Ceilings
 from flexsparse.grid import Grid
 from flexsparse.kernels.geometry import Geometry
 from flexsparse.selection import Selection
-from flexsparse.shapes import ceil_div, common_multiple, next_power_of_two
+from flexsparse.shapes import ceil_div, common_multiple
 
 Size = tuple[int, int]
 
@@ -142,24 +142,28 @@ class Stepped(NamedTuple):
     other: Size | None = None
 
 
-def best_stepped(select: Selection, grid: Grid, heads: tuple[int, int], default: Size) -> Stepped:
+def best_stepped(
+    select: Selection, grid: Grid, heads: tuple[int, int], default: Size, per: int
+) -> Stepped:
     """The tile that is predicted to take plain torch the least time on CPU: ``default``, or a smaller one
-    that saves what can be told apart."""
+    that saves what can be told apart. A query takes ``per`` of its rows."""
     lists = grid.batch * select.heads
-    rows, keys = (
-        sorted({min(most, max(16, next_power_of_two(block))), min(64, most), most})
-        for block, most in zip((select.q_block, select.kv_block), default, strict=True)
+    every = itertools.product(
+        _smaller(default[0], select.q_block * per, heights(per)),
+        _smaller(default[1], select.kv_block, heights(1)),
     )
     sizes = [
-        size
-        for size in itertools.product(rows, keys)
-        if math.prod(grid.shape(*size)) * lists <= _MOST_LISTED and size != default
+        (rows, keys)
+        for rows, keys in every
+        if math.prod(grid.shape(rows // per, keys)) * lists <= _MOST_LISTED
+        and (rows, keys) != default
     ]
     some = Selection.of_sets(
         select.indices[:1, :: ceil_div(select.heads, _FEW_LISTS)],
         kv_len=select.kv_len, q_len=select.q_len, kv_block=select.kv_block, q_block=select.q_block,
     )  # fmt: skip
-    whole, *met = tiles_met(some, grid, heads, [default, *sizes], _FEW_ENTRIES)
+    in_queries = [(rows // per, keys) for rows, keys in (default, *sizes)]
+    whole, *met = tiles_met(some, grid, heads, in_queries, _FEW_ENTRIES)
     if not sizes or not whole.tiles:
         return Stepped(default, 1.0)
 
@@ -171,6 +175,13 @@ def best_stepped(select: Selection, grid: Grid, heads: tuple[int, int], default:
         return Stepped(size, pairs(m, size))
     fewest, other = min((pairs(m, size), size) for m, size in zip(met, sizes, strict=True))
     return Stepped(default, fewest, other) if fewest < 1 else Stepped(default, 1.0)
+
+
+def _smaller(most: int, block: int, there: Sequence[int]) -> list[int]:
+    """Of sizes that are ``there`` up to the ``most``: the one of a block, one between, and the most."""
+    of_block = next((n for n in there if n >= block), most)
+    between = next((n for n in there if n >= most // 2), most)
+    return sorted({of_block, between, most})
 
 
 def stepped(met: Met, size: Size) -> float:

@@ -96,7 +96,8 @@ class Plan(Shown):
         With ``into``, an earlier layout of this plan, it is written into the tensors of that one, which
         is returned and stands for ``select`` from then on: a captured graph that reads them sees the
         new tiles. If of all rows of the selection only ``rows`` have other candidates (a range or an
-        int tensor ``[n]``, -1 for none), only the tiles that they meet are written.
+        int tensor ``[n]``, -1 for none), only the tiles that they meet are written. Not between a forward
+        and its backward, which read the same tensors: there torch refuses.
         """
         check_select(self, select)
         ahead = self._looked_ahead()

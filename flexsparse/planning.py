@@ -34,6 +34,7 @@ from flexsparse.choice import (
     choose_address,
     choose_backend,
     choose_tile,
+    holding_several,
     laid_alike,
     ordered,
     pack_of,
@@ -183,6 +184,8 @@ def make_plan(
         chosen = choose_backend(backend, call, reasons, tiles_on_cpu=tiled)
         laid = laid_alike(selection) if cluster and selection is not None else selection
         size = choose_tile(tile, grid, address, laid, chosen, call, reasons)
+    if cluster and tile is None:
+        size = holding_several(size, address, selection, chosen, call, reasons)
     if cluster:
         address = ordered(address, selection, size, chosen, reasons)
         program = replace(program, address=address)

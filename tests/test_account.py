@@ -14,7 +14,7 @@ from flexsparse.backends import decode
 from flexsparse.backends.account import reads
 from flexsparse.budget import Together, count
 from flexsparse.masks import Alibi, Causal
-from flexsparse.overlap import best_stepped, stepped, tiles_met
+from flexsparse.overlap import best_stepped, heights, stepped, tiles_met
 from flexsparse.selection import Selection
 
 HEADS = [(8, 2), (3, 3), (4, 1)]
@@ -223,15 +223,34 @@ def test_a_tile_stays_where_a_smaller_one_saves_nothing() -> None:
         assert any(why.startswith("tiles of 128x128: ") for why in plan.reasons)
 
 
+@pytest.mark.parametrize("per", [1, 3, 4])
 @pytest.mark.parametrize("q_block", [1, 16, 64, 256])
 @pytest.mark.parametrize("kv_block", [16, 48, 64, 512])
-def test_no_tile_is_predicted_to_take_longer_than_the_default(q_block: int, kv_block: int) -> None:
-    grid, default = fs.Grid(1000, 1000), (128, 128)
+def test_no_tile_is_predicted_to_take_longer_than_the_default(
+    q_block: int, kv_block: int, per: int
+) -> None:
+    grid, default = fs.Grid(1000, 1000), (heights(per)[-1], 128)
     select = blocks(2, 1000, 1000, q_block, kv_block, 4, batch=1)
-    found = best_stepped(select, grid, (2, 2), default)
-    whole, met = tiles_met(select, grid, (2, 2), [default, found.size])
+    found = best_stepped(select, grid, (2 * per, 2), default, per)
+    assert not found.size[0] % per
+    in_queries = [(rows // per, keys) for rows, keys in (default, found.size)]
+    whole, met = tiles_met(select, grid, (2 * per, 2), in_queries)
     assert stepped(met, found.size) <= stepped(whole, default)
     ratio = met.tiles * math.prod(found.size) / (whole.tiles * math.prod(default))
     assert ratio <= 1
     if found.other is None:
         assert found.pairs == pytest.approx(ratio)
+
+
+def test_rows_of_several_heads_have_the_tile_of_their_blocks_on_cpu() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 1024, 16, generator=draw) for h in (8, 2, 2))
+    ids = torch.randint(-1, 64, (1, 2, 64, 8), generator=draw)
+    options = {
+        "rule": Causal(),
+        "select": Selection.from_indices(ids, kv_len=1024, q_len=1024, kv_block=16, q_block=16),
+    }
+    plan = fs.make_plan(q, k, v, **options)
+    assert plan.tile == (64, 16) and plan.budget().inflation < 1.2
+    assert "times the pairs of 128x128" in str(plan)
+    fs.check(q, k, v, **options).raise_if_failed()

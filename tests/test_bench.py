@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexsparse.bench.config import load
+from flexsparse.bench.config import KINDS, load
+from flexsparse.bench.example import EXAMPLE
 from flexsparse.bench.problems import problem
 from flexsparse.bench.run import run
 from flexsparse.bench.table import OURS
@@ -346,3 +347,9 @@ def test_on_a_device_ours_runs_in_a_graph(file: Path, tmp_path: Path, device: to
         assert row["ours"]["peak_bytes"] > 0 and row["ours"]["wall_ms"] > 0
     for row in rows[:3]:
         assert row["ours"]["no_graph"] is None and row["ours"]["graph_ms"] > 0
+
+
+def test_the_example_of_help_is_valid_and_has_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(EXAMPLE)
+    rows = load(tmp_path / "mine.yaml").config.rows
+    assert {row.kind for row in rows} == set(KINDS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from experiments import EVERY_NTH
 
+from flexsparse.bench.example import EXAMPLE
 from flexsparse.cli import main
 from flexsparse.experiment.form import FORM
 
@@ -188,10 +189,11 @@ def test_stopped_by_the_user(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 130 and out == "" and "--resume goes on" in err
 
 
-def test_help_shows_the_form_of_a_file(shell: Shell) -> None:
-    _, out, _ = shell("run", "--help")
+@pytest.mark.parametrize(("verb", "form"), [("run", FORM), ("bench", EXAMPLE)])
+def test_help_shows_the_form_of_a_file(verb: str, form: str, shell: Shell) -> None:
+    _, out, _ = shell(verb, "--help")
     shown = [line.strip() for line in out.splitlines()]
-    for line in FORM.splitlines():
+    for line in form.splitlines():
         assert line.strip() in shown
 
 

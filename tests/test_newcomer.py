@@ -98,6 +98,20 @@ def test_a_picture_of_what_has_its_own_lengths() -> None:
         fs.picture(made, 16)
     with pytest.raises(fs.FlexSparseError, match=r"selector Quest: call \.select"):
         fs.picture(Quest(), 64)  # type: ignore[arg-type]
+    layout = fs.build_layout(select=made, grid=fs.Grid(1, 4), heads=(1, 1))
+    with pytest.raises(fs.FlexSparseError, match=r"tiles of a layout are shown by plot\(layout\)"):
+        fs.picture(layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_device_that_is_not_there_is_named() -> None:
+    layout = fs.build_layout(rule=Causal(), grid=fs.Grid(4, 4), heads=(1, 1))
+    for make in (
+        lambda: fs.build_layout(grid=fs.Grid(4, 4), heads=(1, 1), device="cuda"),
+        lambda: layout.to("cuda:1"),
+    ):
+        with pytest.raises(fs.FlexSparseError, match=r"'cuda(:1)?' is not there"):
+            make()
 
 
 def test_budgets_of_heads_are_a_tuple() -> None:

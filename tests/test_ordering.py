@@ -149,6 +149,17 @@ def test_who_cannot_lay_rows_in_order_says_so(options: dict[str, Any], said: str
         fs.attention(*inputs(), **call)
 
 
+@pytest.mark.parametrize("pack", ["identity", "fold", "pack"])
+@pytest.mark.parametrize("q_block", [1, 7, 64, 300])
+def test_a_tile_that_nobody_asked_for_holds_several_rows(pack: Any, q_block: int) -> None:
+    q, k, v = inputs(length=640)
+    options = {"rule": Causal(), "select": clustered(length=640, q_block=q_block)}
+    plan = fs.make_plan(q, k, v, cluster=True, pack=pack, **options)
+    rows = plan.tile[0] // plan.address.rows_per_query
+    assert rows > q_block and not rows % q_block
+    fs.check(q, k, v, cluster=True, pack=pack, **options).raise_if_failed()
+
+
 def test_no_chunk_is_cut_from_an_order() -> None:
     plan = fs.make_plan(*inputs(), select=clustered(), cluster=True, **OPTIONS)
     assert "select alike" in str(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flexsparse.verbs.bench import bench
+from flexsparse.verbs.bench import BENCH, bench
 from flexsparse.verbs.check import check
 from flexsparse.verbs.compare import compare
 from flexsparse.verbs.listing import list_
@@ -15,6 +15,7 @@ from flexsparse.verbs.show import show
 def register(app: typer.Typer) -> None:
     """Adds the verbs of this folder."""
     app.command("run", help=HELP)(run)
-    for verb in (bench, check, show, compare, schema):
+    app.command("bench", help=BENCH)(bench)
+    for verb in (check, show, compare, schema):
         app.command()(verb)
     app.command("list")(list_)

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from flexsparse.bench.example import EXAMPLE
 from flexsparse.verbs.rows import Rows
+
+BENCH = f"""Time the conversion of a YAML file's problems beside what others do.
+
+Prints its tables; config.yaml, environment.json and rows.jsonl go to the results folder. Values of the
+file are overridden by path, such as rows.0.blocks.length=4096; rows.0=null leaves a row out.
+
+The form of the file:
+
+\b
+{EXAMPLE}"""
 
 
 def bench(
@@ -30,12 +41,7 @@ def bench(
         ),
     ] = 0,
 ) -> int:
-    """Time the conversion of a YAML file's problems beside what others do.
-
-    Prints its tables; config.yaml, environment.json and rows.jsonl go to the results folder. Values
-    of the file are overridden by path, such as rows.0.blocks.length=4096; rows.0=null leaves a row
-    out.
-    """
+    """See `BENCH`."""
     from rich.console import Console
 
     from flexsparse.bench import run as running

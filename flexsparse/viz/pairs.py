@@ -43,6 +43,11 @@ def picture(
             f"picture shows a rule or a Selection, got the selector {name}: call "
             ".select(q, k, grid, rule) first, and show what it gives"
         )
+    if hasattr(shown, "block_mask") or hasattr(shown, "layout"):
+        raise ArgumentError(
+            "picture shows the single pairs of a rule or a Selection; the tiles of a layout are shown by "
+            "plot(layout) and print(layout.block_mask)"
+        )
     rule = as_rule(shown, "what is shown")
     if rule is None or q_len is None:
         raise ArgumentError("picture needs a rule with a length, picture(rule, 16), or a Selection")
