@@ -1,8 +1,7 @@
 """What a rule or score holds: its numbers as tensors, its tensors where they are needed.
 
-A plain number inside a rule is a constant of the kernel: each new value would be a new compile.
-`lift` gives a copy of the rule whose numbers are 0-d tensors, so that a whole sweep runs one kernel.
-Closures and tuples are lifted like fields; `held` lists what a rule depends on, so that a change is seen.
+`changed` copies a rule with other numbers or tensors, those of closures and tuples like fields; `held`
+lists what a rule depends on, so that a change is seen.
 """
 
 from __future__ import annotations
@@ -27,57 +26,42 @@ _LIFTED = "_flexsparse_number"
 LARGEST_NUMBER = 2**30
 
 
-def lift(mod: Any, *, closures: bool = True, doubles: bool = False) -> Any:
-    """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks).
+def lift(mod: Any) -> Any:
+    """A copy of ``mod`` whose numbers are 0-d tensors (double precision, until a kernel asks)."""
 
-    ``closures=False`` leaves functions and tuples as they are: a number there may steer Python.
-    ``doubles`` leaves what single precision does not hold, for rules that compute in double.
-    """
-    if is_record(mod):
-        return _copied(mod, lambda value: _lifted(value, closures, doubles))
-    if closures:
-        return _lifted(mod, closures, doubles)
-    return mod
+    def tensor(value: Any) -> Any:
+        # Subclasses, bool and IntEnum among them, may mean more than their number.
+        if type(value) is float or (type(value) is int and abs(value) <= LARGEST_NUMBER):
+            return number_tensor(value)
+        return value
+
+    return changed(mod, tensor)
 
 
 def moved(mod: Any, device: torch.device) -> Any:
     """A copy of ``mod`` with every tensor on ``device``; the same tensors where they are there."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device)
-        if is_record(value):
-            return _copied(value, move)
-        return _rebuilt(value, move)
-
-    return move(mod)
+    return changed(mod, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
 
-def _lifted(value: Any, closures: bool, doubles: bool) -> Any:
-    def inner(part: Any) -> Any:
-        return _lifted(part, closures, doubles)
+def changed(mod: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of ``mod`` with ``change`` made to each number and tensor that it holds: as a field that is
+    not static, in a closure, a default, a global or a tuple."""
 
-    # Subclasses, bool and IntEnum among them, may mean more than their number.
-    if type(value) is int and abs(value) <= LARGEST_NUMBER:
-        return _number(value, torch.int32)
-    if type(value) is float:
-        kept = doubles and torch.tensor(value, dtype=torch.float32, device="cpu").item() != value
-        return value if kept else _number(value, torch.float64)
-    if is_record(value):
-        return _copied(value, inner)
-    if closures:
-        return _rebuilt(value, inner)
-    if type(value) is tuple:
-        # Numbers there may be for Python to unpack; rules are not.
-        return tuple(inner(v) if is_record(v) else v for v in value)
-    return value
+    def inner(value: Any) -> Any:
+        if isinstance(value, Tensor | int | float):
+            return change(value)
+        return _copied(value, inner) if is_record(value) else _rebuilt(value, inner)
+
+    return inner(mod)
 
 
 def is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _number(value: float, dtype: torch.dtype) -> Tensor:
+def number_tensor(value: float) -> Tensor:
+    """A plain number as a 0-d tensor, which is known to be one."""
+    dtype = torch.int32 if isinstance(value, int) else torch.float64
     number = torch.tensor(value, dtype=dtype, device="cpu")
     setattr(number, _LIFTED, True)
     return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flexsparse.errors import RuleError
+from flexsparse.nested import leaves, mapped
 
 # Every axis has a length of its own, so that a result with a foreign axis shows.
 PROBE = {
@@ -33,6 +34,17 @@ _TORCH = Path(torch.__file__).resolve().parent
 
 class Refusal(Exception):
     """A refusal on its way out. No TypeError: torch's operators would swallow one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An operation as it was recorded: what it was given, and the dtype of what it gave to ``variable``."""
+
+    variable: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,7 @@ class Recorder(TorchDispatchMode):
         self.name = name
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.lines: list[tuple[str, str, frozenset[str]]] = []
+        self.steps: list[Step] = []
         self.captured: list[Tensor] = []
         self.divisions: list[str] = []
         self._stand_ins: list[Tensor] = []
@@ -152,7 +165,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+        flat = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         constant = all(self._names.get(id(x), "t").startswith("t") for x in flat)
         packet = str(func.overloadpacket)
         if packet == "aten.lift_fresh":
@@ -171,20 +184,20 @@ class Recorder(TorchDispatchMode):
             if not flat:
                 kwargs["dtype"] = torch.float32
             else:
-                args, kwargs = _mapped((args, kwargs), self._single)
-                flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+                args, kwargs = mapped((args, kwargs), self._single)
+                flat = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         inputs = [self._text(x) for x in args]
         keywords = [
             f"{k}={'device' if k == 'device' else self._text(v)}"
             for k, v in kwargs.items()
             if k not in ("layout", "pin_memory", "memory_format")
         ]
-        stood = _mapped((args, kwargs), self._stand_in)
+        stood = mapped((args, kwargs), self._stand_in)
         result = func(*stood[0], **stood[1])
         if not isinstance(result, Tensor):
             return result
         if packet != "aten.index" and func.namespace != "aten":
-            shapes = [x.shape for x in _leaves(stood) if isinstance(x, Tensor)]
+            shapes = [x.shape for x in leaves(stood) if isinstance(x, Tensor)]
             if result.shape != torch.broadcast_shapes(*shapes):
                 self.refuse(_REDUCED)
         if packet in _DIVIDES and not result.is_floating_point():
@@ -197,6 +210,7 @@ class Recorder(TorchDispatchMode):
             call = f"{inputs[0]}{inputs[1]}"
         read = frozenset(n for x in flat if (n := self._names.get(id(x))))
         self.lines.append((variable, call, read))
+        self.steps.append(Step(variable, func, args, kwargs, result.dtype))
         return self._named(result, variable)
 
     def _takes_the_default_precision(
@@ -208,7 +222,7 @@ class Recorder(TorchDispatchMode):
             return False
         if any(x.is_floating_point() for x in flat):
             return False
-        stood = _mapped((args, kwargs), self._stand_in)
+        stood = mapped((args, kwargs), self._stand_in)
         result = func(*stood[0], **stood[1])
         return isinstance(result, Tensor) and result.is_floating_point()
 
@@ -267,7 +281,7 @@ class Recorder(TorchDispatchMode):
     def _user_line(self) -> str:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if _is_users(frame.f_code.co_filename):
+            if is_users(frame.f_code.co_filename):
                 return _spot(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return "its body"
@@ -336,6 +350,10 @@ class Recorder(TorchDispatchMode):
                 reached |= read
         return frozenset(reached)
 
+    def name_of(self, tensor: Tensor) -> str:
+        """The name under which a tensor was recorded."""
+        return self._names[id(tensor)]
+
     def computes(self, tensor: Tensor) -> bool:
         """Whether a tensor is an index or made from one, not captured."""
         name = self._names.get(id(tensor))
@@ -364,23 +382,8 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for v in value for leaf in _leaves(v)]
-    if isinstance(value, dict):
-        return [leaf for v in value.values() for leaf in _leaves(v)]
-    return [value]
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(v, change) for v in value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    return change(value)
-
-
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether code in such a file is the author's of a rule."""
     path = Path(filename)
     if _TORCH in path.parents:
         return False
@@ -405,7 +408,7 @@ def where_in_traceback(error: BaseException) -> str | None:
         code = step.tb_frame.f_code
         # A frozen dataclass refuses in code that it has written itself.
         written = code.co_filename == "<string>" and code.co_name.startswith("__")
-        if _is_users(code.co_filename) and not written:
+        if is_users(code.co_filename) and not written:
             spot = _spot(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
     return spot

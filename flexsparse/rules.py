@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, FlexSparseError, RuleError
+from flexsparse.lifting import Lifting, lifted
+from flexsparse.likeness import alike
 from flexsparse.parameters import (
     TRACE,
     TRACED_AT,
@@ -23,7 +25,7 @@ from flexsparse.parameters import (
 )
 from flexsparse.settling import settled
 from flexsparse.shown import Shown
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, alike, check_arity, keep, trace
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, keep, understood
 from flexsparse.watching import Watch
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -288,27 +290,18 @@ def traced_once(mod: Any, arguments: tuple[str, ...], slot: str) -> Traced:
 
 
 def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
-    """Traces a mod with its numbers as tensors; a closure's numbers stay where Python needs them.
+    """Traces a mod with its numbers as arguments, where it then means what it means with them as they are.
 
-    Python may look at a number in ways that a tensor answers differently, without an error: so the
-    two are compared, and a number that means something else as a tensor stays a number.
+    In few operations a tensor gives another type than the number does. Such a mod keeps its numbers, and
+    is a kernel of its own for each value.
     """
+    traced, meant = understood(mod, arguments, name)
     if not has_numbers(mod):
-        return trace(mod, arguments, name)
-    plain = trace(mod, arguments, name)
-    refusal: RuleError | None = None
+        return traced
     # What may be seen is decided in single precision, but for what the rule itself keeps in double.
-    doubles = "score" not in arguments and plain.has_doubles
-    for closures in (True, False):
-        try:
-            lifted = trace(lift(mod, closures=closures, doubles=doubles), arguments, name)
-        except RuleError as error:
-            refusal = error
-            continue
-        if alike(lifted, plain):
-            return lifted
-    reason = refusal or f"{name} means something else when its numbers are tensors"
-    raise RuleError(
-        f"{reason}. It works with plain numbers: a field that steers Python needs "
-        'field(metadata={"static": True}), and is a kernel of its own for each value'
-    )
+    doubles = "score" not in arguments and traced.has_doubles
+    try:
+        shared, means = understood(lifted(mod), arguments, name, Lifting(doubles))
+    except RuleError:
+        return traced
+    return shared if alike(meant, means) else traced

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
 
 from flexsparse.errors import FlexSparseError, RuleError
+from flexsparse.likeness import Meaning, meaning
 from flexsparse.parameters import is_number
 from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, defined_at, where_in_traceback
 
@@ -89,18 +91,35 @@ def code_of(kind: str) -> Traced:
 
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
+    return understood(mod, arguments, name)[0]
+
+
+def understood(
+    mod: Callable[..., Any], arguments: Sequence[str], name: str, *within: TorchFunctionMode
+) -> tuple[Traced, Meaning]:
+    """The trace, run ``within`` these modes, and what it means apart from how its numbers were given."""
     check_arity(mod, arguments, name)
     # In inference mode torch hands composite operations on whole, as nobody wrote them.
     # Nor is a rule's code part of what torch.func transforms.
     with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
-        return _traced(mod, arguments, name)
+        recorder, variable = _recorded(mod, arguments, name, within)
+        return _traced(mod, arguments, name, recorder, variable), meaning(recorder, variable)
 
 
-def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
+def _recorded(
+    mod: Callable[..., Any],
+    arguments: Sequence[str],
+    name: str,
+    within: Sequence[TorchFunctionMode],
+) -> tuple[Recorder, str]:
     recorder = Recorder(name)
     inputs = [recorder.argument(a, PROBE[a]) for a in arguments]
     try:
-        with recorder.fake, recorder, NoValues(recorder):
+        with ExitStack() as modes:
+            modes.enter_context(recorder.fake)
+            modes.enter_context(recorder)
+            for mode in (NoValues(recorder), *within):
+                modes.enter_context(mode)
             result = mod(*inputs)
     except Refusal as refusal:
         raise RuleError(str(refusal)) from None
@@ -110,9 +129,14 @@ def _traced(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Tra
         where = where_in_traceback(error) or "its body"
         raise RuleError(f"{name} failed at {where}: {type(error).__name__}: {error}") from error
     try:
-        variable = recorder.result(result, "score" in arguments, defined_at(mod))
+        return recorder, recorder.result(result, "score" in arguments, defined_at(mod))
     except Refusal as refusal:
         raise RuleError(str(refusal)) from None
+
+
+def _traced(
+    mod: Callable[..., Any], arguments: Sequence[str], name: str, recorder: Recorder, variable: str
+) -> Traced:
     source = recorder.source(arguments, variable)
     forms = ";".join(f"{t.dtype}/{t.ndim}/{t.requires_grad}" for t in recorder.captured)
     return Traced(
@@ -147,31 +171,6 @@ def naming(traced: Traced | None) -> Iterator[None]:
         if not isinstance(error, IndexError):
             raise
         raise RuleError(f"{name} reads a table past its end: {error}") from error
-
-
-def alike(a: Traced, b: Traced) -> bool:
-    """Whether two traces give the same on a grid of small positions that all their tables hold."""
-    lengths = [n for t in (*a.tensors, *b.tensors) for n in t.shape]
-    length = min([64, *lengths])
-    few = torch.arange(min(2, length), device="cpu")
-    some = torch.arange(length, device="cpu")
-    at = (few.view(-1, 1, 1, 1), few.view(1, -1, 1, 1), some.view(-1, 1), some)
-    score = (
-        [torch.linspace(-2, 2, length, device="cpu")] if a.code.startswith("def mod(score") else []
-    )
-    try:
-        with torch.no_grad():
-            one, other = (t.call(*score, *at, *map(_as_read, t.tensors)) for t in (a, b))
-    except (IndexError, RuntimeError):
-        # Such as a table read at q - kv: the call's own positions will tell.
-        return True
-    return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
-def _as_read(tensor: Tensor) -> Tensor:
-    """A tensor as a kernel reads it beside positions: a number of the user's in single precision."""
-    single = is_number(tensor) and tensor.is_floating_point()
-    return tensor.float() if single else tensor.cpu()
 
 
 def check_arity(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> None:

@@ -15,8 +15,8 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes trees versions grid canvas device shown",
-    "recording parameters settling watching tracing bounds rules scores kernels given selection resolve",
+    "errors shapes trees nested versions grid canvas device shown",
+    "recording parameters lifting likeness settling watching tracing bounds rules scores kernels given selection resolve",
     "arguments merge reference conditioning",
     "address program coverage cutting ordering occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",

@@ -483,27 +483,6 @@ def test_arity(options: dict[str, Any], words: tuple[str, ...], backend: str) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Steered(fs.MaskRule):
-    width: int
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if self.width > 2:
-            return q_idx >= kv_idx
-        return q_idx == kv_idx
-
-
-@dataclass(frozen=True, eq=False)
-class Looped(fs.MaskRule):
-    steps: int
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = q_idx == kv_idx
-        for i in range(self.steps):
-            seen = seen | (kv_idx == i)
-        return seen
-
-
-@dataclass(frozen=True, eq=False)
 class Unwritten(fs.MaskRule):
     width: int = 1
 
@@ -570,10 +549,6 @@ SLOTS: list[Case] = [
     ("rules joined by and", lambda: Causal() and SlidingWindow(3), ArgumentError,
      ("no truth value", "instead of and, or and not")),
     ("if rule", lambda: 1 if Causal() else 0, ArgumentError, ("no truth value", "a & b")),
-    ("field steers", lambda: Steered(3), RuleError,
-     ("rule Steered(width=3)", "branches in Python", 'metadata={"static": True}')),
-    ("field counts", lambda: Looped(3), RuleError,
-     ("rule Looped(steps=3)", "asks for the value", 'metadata={"static": True}')),
     ("rule without __call__", lambda: Unwritten(), RuleError,
      ("Unwritten", "__call__(self, b, h, q_idx, kv_idx)")),
     ("score without __call__", lambda: UnwrittenScore(), RuleError,
