@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,17 +12,25 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, BackendError, ShapeError
 from flexsparse.grid import Grid
 from flexsparse.selection import Selection
-from flexsparse.shapes import axes
+from flexsparse.shapes import axes, settled_number
 
 Empty = Literal["zero", "error"]
 Fallback = Literal["self"] | tuple[Literal["local"], int] | None
 
+# The largest finite float.
+MOST = sys.float_info.max
 # Below it there is no tensor-core product: a kernel of smaller tiles does not exist.
 SMALLEST_TILE = 16
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """One batch, one head dim, one dtype, one device; Hq a multiple of Hkv."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ShapeError(
+                f"{name} is a nested tensor: lay sequences end to end, with a rule that keeps them apart "
+                "such as Document, or pad them"
+            )
     axes(q=(q, "b h q d"), k=(k, "b g s d"), v=(v, "b g s e"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.layout != torch.strided:
@@ -135,7 +143,7 @@ def tile_size(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int
             f"{name} must be at least {SMALLEST_TILE}, got {tile!r}: tensor cores multiply 16 rows at "
             "a time, so no kernel has smaller tiles; finer candidates stay exact inside a larger tile"
         )
-    return pair[0], pair[1]
+    return settled_number(pair[0]), settled_number(pair[1])
 
 
 def check_split(split: int | bool | None) -> int | bool | None:
@@ -164,7 +172,7 @@ def check_fallback(fallback: Fallback) -> int | None:
     if isinstance(fallback, tuple) and len(fallback) == 2:
         kind, count = fallback
         if kind == "local" and type(count) is int and count >= 1:
-            return count
+            return settled_number(count)
     raise ArgumentError(
         f"fallback must be None, 'self' or ('local', n) with n >= 1, got {fallback!r}"
     )
@@ -191,7 +199,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
             f"scale must be a number, got {type(scale).__name__}: a learned scale is a score, "
             "ScoreRule.of(lambda s, b, h, q, kv: s * scale)"
         )
-    if not math.isfinite(scale):
+    if not torch.compiler.is_compiling() and not -MOST <= scale <= MOST:
         raise ArgumentError(f"scale must be finite, got {scale}")
     return float(scale)
 

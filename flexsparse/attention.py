@@ -163,7 +163,7 @@ def _signature(
 ) -> tuple[object, ...]:
     forms: list[object] = []
     for x in (q, k, v):
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and not x.is_nested:
             forms.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
     mode: list[object] = [torch.is_grad_enabled()]
     if isinstance(q, Tensor):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.arguments import check_qkv, check_selection
-from flexsparse.device import autocast_dtype
+from flexsparse.device import autocast_dtype, has_tangent, tangents_there
 from flexsparse.errors import ArgumentError, LayoutError, ShapeError
 from flexsparse.layout import Layout
 from flexsparse.selection import Selection
@@ -73,7 +73,7 @@ def as_made(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether q, k and v are plainly such as the plan was made for, so that nothing is to be judged."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         return False
-    if autocast_dtype(plan.device) is not None:
+    if autocast_dtype(plan.device) is not None or tangents_there():
         return False
     for x, shape in zip((q, k, v), _known(plan.shape, *_lengths(plan)), strict=True):
         plain = isinstance(x, Tensor) and x.shape == shape and x.dtype is plan.dtype
@@ -125,6 +125,11 @@ def checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
             "with torch.autograd, and let the batch axis of q, k and v stand for vmap"
         )
     given = (q, k, v)
+    if any(map(has_tangent, given)):
+        raise ArgumentError(
+            "attention has no forward-mode derivative, and q, k or v carries a tangent: take gradients "
+            "with torch.autograd's backward"
+        )
     floats = all(isinstance(x, Tensor) and x.is_floating_point() for x in given)
     if floats and (dtype := autocast_dtype(q.device)) is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexsparse.backends import Work
 from flexsparse.backends.compiled import Kernel
 from flexsparse.backends.routes import kernel_of
-from flexsparse.device import autocast_dtype
+from flexsparse.device import autocast_dtype, tangents_there
 from flexsparse.layout import Layout
 from flexsparse.result import Result
 
@@ -58,7 +58,7 @@ def again(
     program = plan.terms.program
     if type(layout) is not Layout or layout.program is not program:
         return None
-    if torch.is_autocast_enabled(known.device):
+    if torch.is_autocast_enabled(known.device) or tangents_there():
         return None
     form = _form(q, k, v, layout, return_lse)
     for run in known.runs:

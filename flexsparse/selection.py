@@ -11,7 +11,7 @@ from torch import Tensor
 from flexsparse.errors import ArgumentError, SelectionError, ShapeError
 from flexsparse.given import Given
 from flexsparse.kernels.dedupe import sorted_unique
-from flexsparse.shapes import ceil_div
+from flexsparse.shapes import ceil_div, settled_number
 from flexsparse.shown import Shown
 from flexsparse.trees import register
 
@@ -84,6 +84,7 @@ class Selection(Shown):
                 raise SelectionError(f"{name} must be below 2 ** 31, got {value}")
         if out_of_range not in ("error", "drop"):
             raise ArgumentError(f"out_of_range must be 'error' or 'drop', got {out_of_range!r}")
+        q_block, kv_block = settled_number(q_block), settled_number(kv_block)
         _check_form(indices, ceil_div(q_len, q_block), q_block)
         candidates = ceil_div(kv_len, kv_block)
         if indices.shape[-1] == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flexsparse.errors import ArgumentError, ShapeError
@@ -57,3 +58,9 @@ def common_multiple(a: int, b: int) -> int:
     while found % b:
         found += a
     return found
+
+
+def settled_number(n: int) -> int:
+    """``n``, of which inside torch.compile each value is compiled by itself: there torch may take a number
+    for one that varies, and no kernel is made for that."""
+    return len(range(n)) if torch.compiler.is_compiling() else n

@@ -182,7 +182,7 @@ def test_one_compiled_function_takes_plans_of_many_blocks(
         plan: fs.Plan = held["plan"]
         return plan.run(q, k, v, plan.layout(held["select"])).out
 
-    for q_block, kv_block, length in ((16, 16, 100), (32, 16, 100), (1, 1, 65), (7, 5, 65)):
+    for q_block, kv_block, length in ((16, 16, 65), (32, 16, 65), (7, 5, 65)):
         tensors = qkv(device, length)
         blocks = -(-length // kv_block)
         ids = torch.arange(-(-length // q_block))[:, None] * 3 + torch.arange(3)
@@ -194,6 +194,45 @@ def test_one_compiled_function_takes_plans_of_many_blocks(
         held["plan"] = fs.make_plan(*tensors, **options, backend=backend)
         true = fs.reference(*tensors, **options).out
         torch.testing.assert_close(run(*tensors).double(), true, atol=1e-5, rtol=1e-5)
+
+
+VARYING: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[int, ...]]] = {
+    "kv_block": (lambda n: {"select": chosen(kv_block=n)}, (4, 8, 16, 3)),
+    "q_block": (lambda n: {"select": chosen(q_block=n)}, (4, 8, 16, 3)),
+    "fallback": (lambda n: {"select": chosen(), "fallback": ("local", n)}, (2, 3, 5)),
+    "scale": (lambda n: {"scale": n / 4}, (1, 2, 3, 5)),
+    "tile": (lambda n: {"tile": n}, (16, 32, 48, 17)),
+    "q_offset": (lambda n: {"q_offset": n}, (0, 5, -7, 9)),
+}
+
+
+def chosen(kv_block: int = 1, q_block: int = 1) -> fs.Selection:
+    ids = torch.arange(3).expand(1, 1, -(-64 // q_block), 3) % -(-64 // kv_block)
+    return fs.Selection.from_indices(
+        ids, kv_len=64, q_len=64, kv_block=kv_block, q_block=q_block, out_of_range="drop"
+    )
+
+
+@torch._dynamo.config.patch(recompile_limit=64)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", VARYING)
+def test_numbers_that_vary_in_one_compiled_function(name: str) -> None:
+    """From the second value on, torch takes them for unknown."""
+    options, values = VARYING[name]
+    rule = Causal() & SlidingWindow(20)
+    tensors = qkv(torch.device("cpu"), 64)
+    fs.attention(*tensors, rule=rule)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        out = fs.attention(q, k, v, rule=rule, **options(n))
+        assert isinstance(out, Tensor)
+        return out
+
+    for n in values:
+        true = fs.reference(
+            *tensors, rule=rule, **{k: x for k, x in options(n).items() if k != "tile"}
+        )
+        torch.testing.assert_close(run(*tensors, n).double(), true.out, atol=1e-5, rtol=1e-5)
 
 
 def test_a_compiled_call_needs_no_call_before_it(device: torch.device) -> None:

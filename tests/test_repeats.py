@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flexsparse as fs
 from flexsparse import plan as plans
@@ -187,3 +188,19 @@ def test_plans_keep_few_forms_and_are_let_go() -> None:
     del plan
     gc.collect()
     assert gone() is None
+
+
+def test_tangents_are_never_dropped() -> None:
+    tensors = qkv()
+    plan = fs.make_plan(*tensors, rule=Causal(), backend="flex")
+    for _ in range(2):
+        plan.run(*tensors)
+    with forward_ad.dual_level():
+        plan.run(*tensors)
+        for at in range(3):
+            given = [forward_ad.make_dual(x, x) if i == at else x for i, x in enumerate(tensors)]
+            with pytest.raises(ArgumentError, match="no forward-mode derivative"):
+                plan.run(*given)
+            with pytest.raises(ArgumentError, match="no forward-mode derivative"):
+                fs.attention(*given, rule=Causal(), backend="dense")
+    assert repeats(plan, *tensors, plan.layout(), False)

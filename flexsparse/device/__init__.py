@@ -6,6 +6,7 @@ from flexsparse.device.heard import on_its_way
 from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype, without_autocast
 from flexsparse.device.stages import Stages
+from flexsparse.device.tangents import has_tangent, tangents_there
 
 __all__ = [
     "Ceilings",
@@ -14,7 +15,9 @@ __all__ = [
     "autocast_dtype",
     "ceilings",
     "compiles",
+    "has_tangent",
     "lasting",
     "on_its_way",
+    "tangents_there",
     "without_autocast",
 ]
