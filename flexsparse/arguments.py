@@ -54,7 +54,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_device(device: torch.device | str) -> torch.device:
     """A device that is there."""
     found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
+    there = found.type != "cuda" or torch.cuda.is_initialized() or torch.cuda.is_available()
+    if not there:
         raise ArgumentError(
             f"device {str(found)!r} is not there: torch finds no CUDA here (torch.cuda.is_available()); "
             "give another device"
