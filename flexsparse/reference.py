@@ -74,8 +74,10 @@ def reference(
             scored_as = scored(scores, *pair_indices(grid, heads, rows))
         scores = scored_as.to(dtype).broadcast_to(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
-    lse = torch.logsumexp(torch.where(seen.any(-1, keepdim=True), scores, 0.0), -1)
-    lse = torch.where(seen.any(-1), lse, -torch.inf)
+    # Of a row without weight, whose scores are all -inf, logsumexp has no derivative.
+    weighty = (scores != -torch.inf).any(-1)
+    lse = torch.logsumexp(torch.where(weighty[..., None], scores, 0.0), -1)
+    lse = torch.where(weighty, lse, -torch.inf)
     weights = (scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).exp()
     weights = rearrange(weights, "b (g r) n s -> b g (r n) s", g=kv_heads)
     out = rearrange(weights @ v, "b g (r n) d -> b (g r) n d", n=len(rows))

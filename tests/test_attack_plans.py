@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flexsparse as fs
+from flexsparse.choice import BackendName
 from flexsparse.masks import Causal, Document, SlidingWindow
 from tests.oracle import close
 
@@ -176,3 +177,26 @@ def test_a_rule_whose_default_nobody_would_see() -> None:
 
     with pytest.raises(fs.FlexSparseError, match="has fields .* but is no dataclass"):
         Narrow()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("backend", ["tiles", "dense", "gather"])
+def test_rows_whose_every_score_is_minus_infinity_have_gradients(backend: BackendName) -> None:
+    """They weigh nothing, like rows that see nothing: 0, not NaN."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=draw, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(20)
+    bias[[0, 7]] = -torch.inf
+    options: dict[str, Any] = {
+        "rule": Causal(), "score": lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx],
+    }  # fmt: skip
+    if backend == "gather":
+        each = torch.arange(20)[None, None, :, None]
+        options["select"] = fs.Selection.from_indices(each, q_len=20, kv_len=20)
+    true = fs.reference(q, k, v, **options)
+    assert true.out[0, :, 0].eq(0).all() and true.lse[0, :, 0].eq(-torch.inf).all()
+    wanted = torch.autograd.grad(true.out.square().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in wanted)
+    out = fs.attention(q, k, v, backend=backend, **options)
+    assert isinstance(out, Tensor)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
