@@ -25,7 +25,7 @@ from flexsparse.parameters import (
 )
 from flexsparse.settling import settled
 from flexsparse.shown import Shown
-from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, keep, understood
+from flexsparse.tracing import MASK_ARGUMENTS, Traced, check_arity, keep, trace, understood
 from flexsparse.watching import Watch
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -295,9 +295,9 @@ def trace_lifted(mod: Any, arguments: tuple[str, ...], name: str) -> Traced:
     In few operations a tensor gives another type than the number does. Such a mod keeps its numbers, and
     is a kernel of its own for each value.
     """
-    traced, meant = understood(mod, arguments, name)
     if not has_numbers(mod):
-        return traced
+        return trace(mod, arguments, name)
+    traced, meant = understood(mod, arguments, name)
     # What may be seen is decided in single precision, but for what the rule itself keeps in double.
     doubles = "score" not in arguments and traced.has_doubles
     try:

@@ -91,7 +91,9 @@ def code_of(kind: str) -> Traced:
 
 def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Traced:
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
-    return understood(mod, arguments, name)[0]
+    check_arity(mod, arguments, name)
+    with _apart():
+        return _traced(mod, arguments, name, *_recorded(mod, arguments, name, ()))
 
 
 def understood(
@@ -99,11 +101,17 @@ def understood(
 ) -> tuple[Traced, Meaning]:
     """The trace, run ``within`` these modes, and what it means apart from how its numbers were given."""
     check_arity(mod, arguments, name)
+    with _apart():
+        recorded = _recorded(mod, arguments, name, within)
+        return _traced(mod, arguments, name, *recorded), meaning(*recorded)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
     # In inference mode torch hands composite operations on whole, as nobody wrote them.
     # Nor is a rule's code part of what torch.func transforms.
     with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
-        recorder, variable = _recorded(mod, arguments, name, within)
-        return _traced(mod, arguments, name, recorder, variable), meaning(recorder, variable)
+        yield
 
 
 def _recorded(
