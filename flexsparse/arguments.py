@@ -65,7 +65,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 def check_heads(heads: Sequence[int]) -> tuple[int, int]:
     if (
-        not isinstance(heads, Sequence)
+        not isinstance(heads, tuple | list)
         or len(heads) != 2
         or not all(isinstance(h, int) and h >= 1 for h in heads)
     ):
@@ -134,7 +134,7 @@ def tile_size(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int
     """``n`` or ``(query, key)``, each at least 16."""
     pair = (tile, tile) if isinstance(tile, int) else tile
     if (
-        not isinstance(pair, Sequence)
+        not isinstance(pair, tuple | list)
         or len(pair) != 2
         or not all(isinstance(t, int) and not isinstance(t, bool) for t in pair)
     ):
