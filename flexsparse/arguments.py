@@ -149,8 +149,10 @@ def tile_size(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int
 
 def check_split(split: int | bool | None) -> int | bool | None:
     """None, False, or the tiles from which on rows and columns are cut."""
-    if split is None or split is False or (type(split) is int and split >= 1):
+    if split is None or split is False:
         return split
+    if type(split) is int and split >= 1:
+        return settled_number(split)
     raise ArgumentError(
         f"split must be None (as predicted), False (never) or the number of tiles beyond which rows and "
         f"columns of tiles are cut, got {split!r}"

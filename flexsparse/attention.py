@@ -203,5 +203,5 @@ def _seen(mod: Any, judged: Callable[[Any], Any], keep: list[Any]) -> object:
         return held(mod, keep)
     rule = judged(mod)
     traced = trace_rule(rule) if isinstance(rule, MaskRule) else trace_score(rule)
-    values = [t.item() if is_number(t) else held(t, keep) for t in traced.tensors]
+    values = [held(t.item() if is_number(t) else t, keep) for t in traced.tensors]
     return (traced.kind, *values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,10 @@ class Layout(Shown):
     def read_forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a kernel reads of it where no gradients are wanted: lists by row, and tables."""
         return self.by_row, [t.detach() for t in self.tables]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was found of it once is found anew of a copy, whose tensors are others.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def mask_mod(self) -> MaskMod:

@@ -113,7 +113,8 @@ class Lifting(TorchFunctionMode):
         if not any(map(self._foreign, leaves(given))):
             return func(*args, **given[1])
         try:
-            args, named = mapped(given, self._lone if func in _LONE else self._argument)
+            alone = func in _LONE and not any(map(_is_float, leaves(given)))
+            args, named = mapped(given, self._lone if alone else self._argument)
             if func is Tensor.__rsub__:
                 func, args = torch.sub, args[::-1]
             return func(*args, **named)
@@ -151,6 +152,10 @@ class Lifting(TorchFunctionMode):
             # Beside the 32-bit positions of a kernel a larger one would wrap as a tensor.
             return abs(value) > LARGEST_NUMBER
         return self.doubles and c_float(float(value)).value != value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _written() -> set[float]:

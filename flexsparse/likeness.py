@@ -3,6 +3,7 @@ other as arguments."""
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,10 +25,9 @@ class Value:
         if not isinstance(other, Value):
             return NotImplemented
         a, b = self.number, other.number
-        if isinstance(a, float) or isinstance(b, float):
-            # Kernels hold floats in single precision.
-            return bool(torch.equal(_single(a), _single(b)) or (a != a and b != b))
-        return bool(a == b)
+        # Kernels hold floats in single precision, integers as they are.
+        a, b = (_single(x) if isinstance(x, float) else x for x in (a, b))
+        return bool(a == b or (a != a and b != b))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -114,5 +114,5 @@ def _same_table(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _single(number: Any) -> Tensor:
-    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
+def _single(number: float) -> float:
+    return c_float(number).value

@@ -171,7 +171,11 @@ def _walk(value: Any, seen: set[int], keep: list[Any]) -> Iterator[object]:
         keep.append(value)
         yield (id(value), value.data_ptr(), changes, value.requires_grad)
         return
-    if isinstance(value, int | float | str | bool | type(None)):
+    if isinstance(value, float):
+        # 0.0 and -0.0 are equal, and NaN is no equal of its own.
+        yield (type(value), value.hex())
+        return
+    if isinstance(value, int | str | type(None)):
         yield (type(value), value)
         return
     if isinstance(value, list | tuple | dict):

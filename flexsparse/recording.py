@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from flexsparse.errors import RuleError
 from flexsparse.nested import leaves, mapped
+from flexsparse.parameters import is_number
 
 # Every axis has a length of its own, so that a result with a foreign axis shows.
 PROBE = {
@@ -180,6 +181,8 @@ class Recorder(TorchDispatchMode):
         if packet == "aten.index" and args[0].requires_grad and id(args[0]) in self._names:
             # FlexAttention sums the gradient of a captured tensor at one place only.
             self._capture(args[0])
+        if packet == "aten.scalar_tensor" and kwargs.get("dtype") == torch.get_default_dtype():
+            kwargs["dtype"] = torch.float32
         if self._takes_the_default_precision(func, args, kwargs, flat):
             if not flat:
                 kwargs["dtype"] = torch.float32
@@ -220,7 +223,8 @@ class Recorder(TorchDispatchMode):
         what may be seen must not depend on it, and a kernel computes with positions in fp32."""
         if "dtype" in kwargs or func.namespace != "aten":
             return False
-        if any(x.is_floating_point() for x in flat):
+        # A number of the user's has no precision of its own.
+        if any(x.is_floating_point() and not is_number(x) for x in flat):
             return False
         stood = mapped((args, kwargs), self._stand_in)
         result = func(*stood[0], **stood[1])

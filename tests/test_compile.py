@@ -203,6 +203,7 @@ VARYING: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[int, ...]]] = {
     "scale": (lambda n: {"scale": n / 4}, (1, 2, 3, 5)),
     "tile": (lambda n: {"tile": n}, (16, 32, 48, 17)),
     "q_offset": (lambda n: {"q_offset": n}, (0, 5, -7, 9)),
+    "split": (lambda n: {"tile": 16, "split": n}, (1, 2, 3)),
 }
 
 
@@ -230,7 +231,9 @@ def test_numbers_that_vary_in_one_compiled_function(name: str) -> None:
 
     for n in values:
         true = fs.reference(
-            *tensors, rule=rule, **{k: x for k, x in options(n).items() if k != "tile"}
+            *tensors,
+            rule=rule,
+            **{k: x for k, x in options(n).items() if k not in ("tile", "split")},
         )
         torch.testing.assert_close(run(*tensors, n).double(), true.out, atol=1e-5, rtol=1e-5)
 

@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 
 LAYERS = [
     "errors shapes trees nested versions grid canvas device shown",
-    "recording parameters lifting likeness settling watching tracing bounds rules scores kernels given selection resolve",
+    "parameters recording lifting likeness settling watching tracing bounds rules scores kernels given selection resolve",
     "arguments merge reference conditioning",
     "address program coverage cutting ordering occupancy intervals selectors",
     "ahead listed layout building updating moving chunks adapters budget",

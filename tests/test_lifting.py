@@ -52,6 +52,13 @@ WAYS: dict[str, By] = {
     "a product": lambda r, h, q, kv: kv < r.n * r.f,
     "half of it": lambda r, h, q, kv: kv < 0.5 * r.n,
     "its root": lambda r, h, q, kv: kv < math.sqrt(r.n) * 1.5,
+    "times an index": lambda r, h, q, kv: kv < q * r.f,
+    "an index over it": lambda r, h, q, kv: kv < q / (r.f + 1),
+    "floor of that": lambda r, h, q, kv: kv < (q // (r.f + 1)) + (q / (r.f + 1)).floor(),
+    "what is left of it": lambda r, h, q, kv: kv % (r.f + 2) < 1.5,
+    "by head": lambda r, h, q, kv: q - kv < r.n * r.f * (h + 1),
+    "a root of it": lambda r, h, q, kv: kv < torch.sqrt(q * r.f) * 9,
+    "a table over it": lambda r, h, q, kv: kv < r.first[h] * r.f + r.n,
     "a quotient": lambda r, h, q, kv: kv < r.n / 11 * 11,
     "a square": lambda r, h, q, kv: (q - kv) ** 2 < r.n**2,
     "a remainder": lambda r, h, q, kv: kv % (r.n % 7 + 1) == 0,
@@ -107,7 +114,8 @@ def test_a_number_means_what_it_means_in_python(way: str, n: int, f: float) -> N
 }))  # fmt: skip
 def test_what_becomes_an_argument_is_one_kernel(way: str) -> None:
     made = [
-        trace_rule(Held(WAYS[way], n, f, (n, 2))) for n, f in ((17, 0.25), (90, 0.7), (1000, 0.1))
+        trace_rule(Held(WAYS[way], n, f, (n, 2), torch.tensor([0, 3, 70, 1])))
+        for n, f in ((17, 0.25), (90, 0.7), (1000, 0.1))
     ]
     assert len({t.kind for t in made}) == 1
     assert all(any(map(is_number, t.tensors)) for t in made)
@@ -160,6 +168,84 @@ def test_scores(mod: Any, n: int) -> None:
     q, k, v = (torch.randn(1, HEADS, LENGTH, 16, generator=draw) for _ in range(3))
     fs.check(q, k, v, rule=Causal(), score=mod(n)).raise_if_failed()
     trace_score(fs.ScoreRule.of(mod(n)))
+
+
+SCORES: dict[str, Callable[[float], Any]] = {
+    "a slope": lambda f: lambda s, b, h, q, kv: s - f * (q - kv),
+    "of the distance": lambda f: lambda s, b, h, q, kv: s - f * (q - kv).abs(),
+    "a decay": lambda f: lambda s, b, h, q, kv: s * torch.exp(-(q - kv) / f),
+    "a power": lambda f: lambda s, b, h, q, kv: s - 2.0 ** (-f * (h + 1)) * (q - kv),
+    "a logarithm": lambda f: lambda s, b, h, q, kv: s * torch.log(q + f + 1),
+    "a gate": lambda f: lambda s, b, h, q, kv: s * torch.sigmoid((kv - q) / f),
+    "one of two": lambda f: lambda s, b, h, q, kv: torch.where(q - kv < 20, s, -f),
+    "two of it": lambda f: lambda s, b, h, q, kv: s + torch.where(q - kv < 20, f, -f),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_slope_is_one_kernel_and_right(name: str, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, 70, 16, generator=draw, dtype=dtype) for _ in range(3))
+    kinds = set()
+    for f in (0.25, 0.7, 1.3):
+        score = fs.ScoreRule.of(SCORES[name](f))
+        kinds.add(trace_score(score).kind)
+        fs.check(q, k, v, rule=Causal(), score=score, backend="tiles").raise_if_failed()
+    assert len(kinds) == 1
+
+
+def test_an_integer_is_no_float_of_single_precision() -> None:
+    n, length = 2**24 + 1, 4200
+    rule = fs.MaskRule.of(lambda b, h, q, kv: (q - kv) ** 2 < (n if type(n) is int else float(n)))
+    layout = fs.build_layout(rule=rule, grid=fs.Grid(length, length), heads=(1, 1), block_size=128)
+    at = torch.arange(length)
+    row = torch.tensor([0, 7, length - 1])
+    want = (row[:, None] - at) ** 2 < n
+    assert torch.equal(layout.dense(row)[0, 0], want)
+
+
+@pytest.mark.parametrize("where", ["field", "closure"])
+def test_a_sign_of_zero_is_seen(where: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=draw) for _ in range(3))
+    z = 0.0
+
+    @dataclass(frozen=True, eq=False)
+    class Signed(fs.ScoreRule):
+        zero: float
+
+        def __call__(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return s * torch.copysign(torch.ones_like(s), torch.zeros_like(s) + self.zero * 1e-30)
+
+    score: Any = Signed(-1.0)
+    if where == "closure":
+        score = fs.ScoreRule.of(
+            lambda s, b, h, q, kv: s * torch.where(torch.zeros_like(s) + 1 / (s * 0 + z) > 0, 1, -1)
+        )
+    for z in (0.0, -0.0, 0.0):
+        if where == "field":
+            object.__setattr__(score, "zero", math.copysign(1e30, z))
+        want = fs.reference(q, k, v, score=score).out
+        got = fs.attention(q, k, v, score=score)
+        assert isinstance(got, Tensor)
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_what_may_be_seen_does_not_depend_on_the_default_precision() -> None:
+    def rule(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv * 1.0 * 0.1 <= torch.where(q > 3, 0.1, 0.3) * q
+
+    grid = fs.Grid(LENGTH, LENGTH)
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            mod = fs.MaskRule.of(lambda *at: rule(*at))
+            made.append(fs.build_layout(rule=mod, grid=grid, heads=(1, 1), block_size=16).dense())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*made)
 
 
 NUMBERS = st.one_of(

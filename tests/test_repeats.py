@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,3 +206,22 @@ def test_tangents_are_never_dropped() -> None:
             with pytest.raises(ArgumentError, match="no forward-mode derivative"):
                 fs.attention(*given, rule=Causal(), backend="dense")
     assert repeats(plan, *tensors, plan.layout(), False)
+
+
+@pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
+def test_a_copy_of_a_layout_that_ran_is_written_anew(way: str) -> None:
+    plan = fs.make_plan(*qkv(), rule=Causal(), select=selection(), backend="flex")
+    layout = plan.layout(selection(5))
+    for _ in range(2):
+        plan.run(*qkv(), layout)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        "copy": lambda x: (x[0], copy.copy(x[1])),
+        "deepcopy": copy.deepcopy,
+    }
+    other, copied = ways[way]((plan, layout))
+    other.layout(selection(7), into=copied)
+    want = fs.reference(*qkv(1), rule=Causal(), select=selection(7))
+    for _ in range(3):
+        got = other.run(*qkv(1), copied)
+        torch.testing.assert_close(got.out.double(), want.out, rtol=1e-4, atol=1e-5)
