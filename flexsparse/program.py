@@ -22,6 +22,7 @@ from flexsparse.parameters import is_number
 from flexsparse.rules import MaskMod, MaskRule, trace_rule
 from flexsparse.scores import ScoreMod, ScoreRule, trace_score
 from flexsparse.selection import Selection
+from flexsparse.shapes import settled_number
 from flexsparse.tracing import Traced, code_of
 from flexsparse.versions import Versions
 
@@ -293,10 +294,10 @@ def _own(tensor: Tensor) -> Tensor:
 
 def member_of(select: Selection) -> Member:
     return Member(
-        select.batch,
-        select.heads,
-        select.q_block,
-        select.kv_block,
+        settled_number(select.batch),
+        settled_number(select.heads),
+        settled_number(select.q_block),
+        settled_number(select.kv_block),
         one_row=select.rows == 1,
     )
 

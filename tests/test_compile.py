@@ -196,6 +196,7 @@ def test_one_compiled_function_takes_plans_of_many_blocks(
         torch.testing.assert_close(run(*tensors).double(), true, atol=1e-5, rtol=1e-5)
 
 
+CAUSAL = Causal()
 VARYING: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[int, ...]]] = {
     "kv_block": (lambda n: {"select": chosen(kv_block=n)}, (4, 8, 16, 3)),
     "q_block": (lambda n: {"select": chosen(q_block=n)}, (4, 8, 16, 3)),
@@ -212,6 +213,22 @@ def chosen(kv_block: int = 1, q_block: int = 1) -> fs.Selection:
     return fs.Selection.from_indices(
         ids, kv_len=64, q_len=64, kv_block=kv_block, q_block=q_block, out_of_range="drop"
     )
+
+
+@torch._dynamo.config.patch(recompile_limit=64)  # type: ignore[attr-defined]
+def test_one_compiled_function_takes_selections_of_many_blocks() -> None:
+    tensors = qkv(torch.device("cpu"), 64)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(q: Tensor, k: Tensor, v: Tensor, select: fs.Selection) -> Tensor:
+        out = fs.attention(q, k, v, rule=CAUSAL, select=select)
+        assert isinstance(out, Tensor)
+        return out
+
+    for kv_block, q_block in ((4, 1), (8, 1), (8, 16), (3, 5)):
+        select = chosen(kv_block, q_block)
+        true = fs.reference(*tensors, rule=CAUSAL, select=select).out
+        torch.testing.assert_close(run(*tensors, select).double(), true, atol=1e-5, rtol=1e-5)
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # type: ignore[attr-defined]
