@@ -2,7 +2,7 @@
 
     python -m flexsparse.measure.host
 
-prints the median µs of each; the first calls stand in processes of their own, with empty caches.
+prints the median µs of each; the first calls stand in processes of their own, with empty caches of kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -147,26 +148,30 @@ def first_s(kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, An
 
 
 def cold(kinds: Sequence[str], at_once: int = 5) -> list[dict[str, Any]]:
-    """`first_s` of each kind in a process with empty caches, some at a time."""
-    found, left = [], list(kinds)
-    running: list[tuple[str, subprocess.Popen[str], tempfile.TemporaryDirectory[str]]] = []
-    while left or running:
-        while left and len(running) < at_once:
-            folder = tempfile.TemporaryDirectory()
-            caches = {
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder.name}/torch", "TRITON_CACHE_DIR": f"{folder.name}/triton"
-            }  # fmt: skip
-            kind = left.pop(0)
-            command = [sys.executable, "-m", "flexsparse.measure.host", kind]
-            process = subprocess.Popen(
-                command, env=os.environ | caches, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )  # fmt: skip
-            running.append((kind, process, folder))
-        kind, process, folder = running.pop(0)
-        out, error = process.communicate()
-        failed = {"kind": kind, "by": None, "s": None, "ok": False, "detail": error[-300:]}
-        found.append(failed if process.returncode else json.loads(out.splitlines()[-1]))
-        folder.cleanup()
+    """`first_s` of each kind in a process with empty caches of kernels, some at a time.
+
+    Python's own modules are compiled, as an installation leaves them: by a process of the same kind that
+    goes before.
+    """
+    with ThreadPoolExecutor(at_once) as pool, tempfile.TemporaryDirectory() as modules:
+        list(pool.map(lambda kind: _alone(kind, modules), kinds))
+        return list(pool.map(lambda kind: _alone(kind, modules), kinds))
+
+
+def _alone(kind: str, modules: str) -> dict[str, Any]:
+    """`first_s` in a process of its own, which finds Python's ``modules`` but no kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/torch", "TRITON_CACHE_DIR": f"{folder}/triton",
+            "PYTHONPYCACHEPREFIX": modules, "PYTHONDONTWRITEBYTECODE": "",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "flexsparse.measure.host", kind],
+            env=os.environ | caches, capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode:
+        return {"kind": kind, "by": None, "s": None, "ok": False, "detail": done.stderr[-300:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
