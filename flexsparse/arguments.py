@@ -17,8 +17,8 @@ from flexsparse.shapes import axes, settled_number
 Empty = Literal["zero", "error"]
 Fallback = Literal["self"] | tuple[Literal["local"], int] | None
 
-# The largest finite float.
-MOST = sys.float_info.max
+# Of finite floats.
+_LARGEST = sys.float_info.max
 # Below it there is no tensor-core product: a kernel of smaller tiles does not exist.
 SMALLEST_TILE = 16
 
@@ -202,7 +202,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
             f"scale must be a number, got {type(scale).__name__}: a learned scale is a score, "
             "ScoreRule.of(lambda s, b, h, q, kv: s * scale)"
         )
-    if not torch.compiler.is_compiling() and not -MOST <= scale <= MOST:
+    if not torch.compiler.is_compiling() and not -_LARGEST <= scale <= _LARGEST:
         raise ArgumentError(f"scale must be finite, got {scale}")
     return float(scale)
 

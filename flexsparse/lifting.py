@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
-from ctypes import c_float
 from types import FrameType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexsparse.nested import leaves, mapped
-from flexsparse.parameters import LARGEST_NUMBER, changed, number_tensor
+from flexsparse.parameters import LARGEST_NUMBER, changed, number_tensor, single
 from flexsparse.recording import Refusal, is_users
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
@@ -110,8 +109,10 @@ class Lifting(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = (args, kwargs or {})
-        if not any(map(self._foreign, leaves(given))):
-            return func(*args, **given[1])
+        if any(isinstance(x, float) for x in leaves(given)):
+            given = mapped(given, _claimed)
+        if not any(isinstance(x, Int | Float) for x in leaves(given)):
+            return func(*args, **(kwargs or {}))
         try:
             alone = func in _LONE and not any(map(_is_float, leaves(given)))
             args, named = mapped(given, self._lone if alone else self._argument)
@@ -123,18 +124,9 @@ class Lifting(TorchFunctionMode):
             args, named = mapped(given, plain)
             return func(*args, **named)
 
-    def _foreign(self, value: Any) -> bool:
-        """Whether a number came to the code from elsewhere: as one of the rule's, or as a float that
-        Python made of some, which may know of them no more."""
-        if isinstance(value, Int | Float):
-            return True
-        return type(value) is float and value not in _written()
-
     def _argument(self, value: Any) -> Any:
-        if not self._foreign(value) or self._stays(value):
+        if not isinstance(value, Int | Float) or self._stays(value):
             return plain(value)
-        if not isinstance(value, Int | Float):
-            value = Float(value)
         if value.argument is None:
             with _disable_current_modes():
                 value.argument = number_tensor(plain(value))
@@ -147,11 +139,16 @@ class Lifting(TorchFunctionMode):
             return made
         return made.to(torch.float32 if made.is_floating_point() else torch.int64)
 
-    def _stays(self, value: float) -> bool:
-        if isinstance(value, int):
+    def _stays(self, value: Int | Float) -> bool:
+        if isinstance(value, Int):
             # Beside the 32-bit positions of a kernel a larger one would wrap as a tensor.
             return abs(value) > LARGEST_NUMBER
-        return self.doubles and c_float(float(value)).value != value
+        return self.doubles and single(value) != value
+
+
+def _claimed(value: Any) -> Any:
+    """A float that Python made of a rule's numbers, and which may know of them no more, as one of them."""
+    return marked(value) if type(value) is float and value not in _written() else value
 
 
 def _is_float(value: Any) -> bool:

@@ -3,7 +3,6 @@ other as arguments."""
 
 from __future__ import annotations
 
-from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.nested import leaves, mapped
-from flexsparse.parameters import is_number
+from flexsparse.parameters import is_number, single
 from flexsparse.recording import Recorder, Step
 
 
@@ -26,7 +25,7 @@ class Value:
             return NotImplemented
         a, b = self.number, other.number
         # Kernels hold floats in single precision, integers as they are.
-        a, b = (_single(x) if isinstance(x, float) else x for x in (a, b))
+        a, b = (single(x) if isinstance(x, float) else x for x in (a, b))
         return bool(a == b or (a != a and b != b))
 
     __hash__ = None  # type: ignore[assignment]
@@ -50,7 +49,6 @@ class Meaning(NamedTuple):
 
 def meaning(recorder: Recorder, variable: str) -> Meaning:
     """What was recorded, apart from how its numbers were given."""
-    needed = recorder.reach(variable)
     known: dict[str, object] = {}
     numbers: dict[str, Tensor] = {}
     tables: list[Tensor] = []
@@ -69,9 +67,7 @@ def meaning(recorder: Recorder, variable: str) -> Meaning:
             return value
         return numbers.get(recorder.name_of(value), value)
 
-    for step in recorder.steps:
-        if step.variable not in needed:
-            continue
+    for step in recorder.needed(variable):
         args, kwargs = mapped((step.args, step.kwargs), seen)
         if not any(isinstance(x, At) for x in leaves((args, kwargs))):
             given, named = mapped((step.args, step.kwargs), actual)
@@ -104,15 +100,10 @@ def _written(step: Step, args: Any, kwargs: dict[str, Any]) -> tuple[object, ...
     if packet == "aten.rsub":
         # A number less a tensor is one operation, a tensor less a tensor another.
         packet, args = "aten.sub", (args[1], args[0], *args[2:])
-    said = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "memory_format")}
-    return packet, step.dtype, list(leaves(args)), said
+    return packet, step.dtype, list(leaves(args)), kwargs
 
 
 def _same_table(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _single(number: float) -> float:
-    return c_float(number).value

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from ctypes import c_float
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -65,6 +66,11 @@ def number_tensor(value: float) -> Tensor:
     number = torch.tensor(value, dtype=dtype, device="cpu")
     setattr(number, _LIFTED, True)
     return number
+
+
+def single(number: float) -> float:
+    """What single precision holds of a float."""
+    return c_float(number).value
 
 
 def is_number(tensor: Tensor) -> bool:

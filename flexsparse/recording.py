@@ -39,13 +39,20 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation as it was recorded: what it was given, and the dtype of what it gave to ``variable``."""
+    """An operation as it was recorded: ``call`` is its code, which makes ``variable`` of a ``dtype`` from
+    the names in ``read``; ``func`` was given ``args`` and ``kwargs``."""
 
     variable: str
+    call: str
+    read: frozenset[str]
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
+
+
+# Where memory lies says nothing about what is computed.
+_OF_MEMORY = ("layout", "pin_memory", "memory_format")
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.lines: list[tuple[str, str, frozenset[str]]] = []
         self.steps: list[Step] = []
         self.captured: list[Tensor] = []
         self.divisions: list[str] = []
@@ -190,11 +196,8 @@ class Recorder(TorchDispatchMode):
                 args, kwargs = mapped((args, kwargs), self._single)
                 flat = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         inputs = [self._text(x) for x in args]
-        keywords = [
-            f"{k}={'device' if k == 'device' else self._text(v)}"
-            for k, v in kwargs.items()
-            if k not in ("layout", "pin_memory", "memory_format")
-        ]
+        said = {k: v for k, v in kwargs.items() if k not in _OF_MEMORY}
+        keywords = [f"{k}={'device' if k == 'device' else self._text(v)}" for k, v in said.items()]
         stood = mapped((args, kwargs), self._stand_in)
         result = func(*stood[0], **stood[1])
         if not isinstance(result, Tensor):
@@ -205,15 +208,14 @@ class Recorder(TorchDispatchMode):
                 self.refuse(_REDUCED)
         if packet in _DIVIDES and not result.is_floating_point():
             self.divisions.append(self._user_line())
-        variable = f"v{len(self.lines)}"
+        variable = f"v{len(self.steps)}"
         call = f"torch.ops.{func}({', '.join(inputs + keywords)})"
         if packet == "aten.index":
             # As the user wrote it: FlexAttention differentiates a captured tensor where Python
             # indexes it, and nowhere else.
             call = f"{inputs[0]}{inputs[1]}"
         read = frozenset(n for x in flat if (n := self._names.get(id(x))))
-        self.lines.append((variable, call, read))
-        self.steps.append(Step(variable, func, args, kwargs, result.dtype))
+        self.steps.append(Step(variable, call, read, func, args, said, result.dtype))
         return self._named(result, variable)
 
     def _takes_the_default_precision(
@@ -349,9 +351,9 @@ class Recorder(TorchDispatchMode):
     def reach(self, variable: str) -> frozenset[str]:
         """Every name that ``variable`` depends on."""
         reached = {variable}
-        for name, _, read in reversed(self.lines):
-            if name in reached:
-                reached |= read
+        for step in reversed(self.steps):
+            if step.variable in reached:
+                reached |= step.read
         return frozenset(reached)
 
     def name_of(self, tensor: Tensor) -> str:
@@ -360,21 +362,21 @@ class Recorder(TorchDispatchMode):
 
     def computes(self, tensor: Tensor) -> bool:
         """Whether a tensor is an index or made from one, not captured."""
-        name = self._names.get(id(tensor))
-        return name is not None and not name.startswith("t")
+        return not self._names.get(id(tensor), "t").startswith("t")
+
+    def needed(self, variable: str) -> list[Step]:
+        """The steps that ``variable`` takes."""
+        reached = self.reach(variable)
+        return [step for step in self.steps if step.variable in reached]
 
     def gathers(self, variable: str) -> int:
-        needed = self.reach(variable)
         pair = {"q_idx", "kv_idx"}
-        return sum(
-            name in needed and "[" in call.partition("(")[0] and pair <= self.reach(name)
-            for name, call, _ in self.lines
-        )
+        reads = [s for s in self.needed(variable) if "[" in s.call.partition("(")[0]]
+        return sum(pair <= self.reach(step.variable) for step in reads)
 
     def source(self, arguments: Sequence[str], variable: str) -> str:
-        needed = self.reach(variable)
         names = [*arguments, *(f"t{i}" for i in range(len(self.captured)))]
-        body = [f"    {name} = {call}" for name, call, _ in self.lines if name in needed]
+        body = [f"    {step.variable} = {step.call}" for step in self.needed(variable)]
         if any("device=device" in line for line in body):
             body.insert(0, "    device = q_idx.device")
         return "\n".join([f"def mod({', '.join(names)}):", *body, f"    return {variable}", ""])

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import TorchFunctionMode
 
 from flexsparse.errors import FlexSparseError, RuleError
 from flexsparse.likeness import Meaning, meaning
@@ -29,6 +28,7 @@ from flexsparse.recording import PROBE, NoValues, Recorder, Refusal, defined_at,
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
+Within = AbstractContextManager[object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +93,16 @@ def trace(mod: Callable[..., Any], arguments: Sequence[str], name: str) -> Trace
     """Runs ``mod`` once on fake indices; raises `RuleError` where it cannot become a kernel."""
     check_arity(mod, arguments, name)
     with _apart():
-        return _traced(mod, arguments, name, *_recorded(mod, arguments, name, ()))
+        return _traced(mod, arguments, name, *_recorded(mod, arguments, name, nullcontext()))
 
 
 def understood(
-    mod: Callable[..., Any], arguments: Sequence[str], name: str, *within: TorchFunctionMode
+    mod: Callable[..., Any], arguments: Sequence[str], name: str, within: Within | None = None
 ) -> tuple[Traced, Meaning]:
-    """The trace, run ``within`` these modes, and what it means apart from how its numbers were given."""
+    """The trace, run ``within`` a mode, and what it means apart from how its numbers were given."""
     check_arity(mod, arguments, name)
     with _apart():
-        recorded = _recorded(mod, arguments, name, within)
+        recorded = _recorded(mod, arguments, name, within or nullcontext())
         return _traced(mod, arguments, name, *recorded), meaning(*recorded)
 
 
@@ -115,19 +115,12 @@ def _apart() -> Iterator[None]:
 
 
 def _recorded(
-    mod: Callable[..., Any],
-    arguments: Sequence[str],
-    name: str,
-    within: Sequence[TorchFunctionMode],
+    mod: Callable[..., Any], arguments: Sequence[str], name: str, within: Within
 ) -> tuple[Recorder, str]:
     recorder = Recorder(name)
     inputs = [recorder.argument(a, PROBE[a]) for a in arguments]
     try:
-        with ExitStack() as modes:
-            modes.enter_context(recorder.fake)
-            modes.enter_context(recorder)
-            for mode in (NoValues(recorder), *within):
-                modes.enter_context(mode)
+        with recorder.fake, recorder, NoValues(recorder), within:
             result = mod(*inputs)
     except Refusal as refusal:
         raise RuleError(str(refusal)) from None
