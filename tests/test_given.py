@@ -317,6 +317,13 @@ def shaken(draw: st.DrawFn, shape: tuple[int, ...], candidates: int) -> Tensor:
     return made.transpose(*axes).contiguous().transpose(*axes)
 
 
+def nested(draw: st.DrawFn, tile: int) -> int:
+    """A block of some whole tiles, or of which some make a tile."""
+    if draw(st.booleans()):
+        return tile * draw(st.integers(1, 3))
+    return draw(st.sampled_from([n for n in range(1, tile + 1) if not tile % n]))
+
+
 @st.composite
 def conversions(
     draw: st.DrawFn, tokens: bool
@@ -326,7 +333,7 @@ def conversions(
     kv_tile = draw(st.sampled_from([16, 24, 48, 128]))
     blocks = (1, 1)
     if not tokens:
-        blocks = (q_tile * draw(st.integers(1, 3)), kv_tile * draw(st.integers(1, 3)))
+        blocks = (nested(draw, q_tile), nested(draw, kv_tile))
     g = Geometry(draw(length), draw(length), *blocks, q_tile, kv_tile)
     batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
     query_heads = kv_heads * group
@@ -380,6 +387,7 @@ def test_on_a_cpu_only_sets_will_do() -> None:
 @pytest.mark.parametrize("tokens", [False, True], ids=["blocks", "tokens"])
 def test_the_kernels_take_what_was_given(tokens: bool) -> None:
     """Bit for bit what plain torch makes of sets."""
+    from flexsparse.kernels import triton_sorted
 
     @settings(deadline=None, derandomize=True, max_examples=60)
     @given(conversions(tokens), st.booleans())
@@ -389,9 +397,17 @@ def test_the_kernels_take_what_was_given(tokens: bool) -> None:
         there = None if codes is None else codes.cuda()
         turned = indices.cuda()
         made = given_tiles(turned, candidates, there, g, lists, words=asks)
-        assert made is not None
-        for ours, theirs in zip(made, by_sets(*conversion, asks), strict=True):
-            assert torch.equal(ours.cpu(), theirs)
+        wanted = by_sets(*conversion, asks)
+        assert made is not None or g.rows_per_tile > 1
+        ways = [] if made is None else [made]
+        if triton_sorted.takes(indices.shape[-1], g):
+            how = (candidates, there, g, lists, asks)
+            ways.append(rows.by_kernel(triton_sorted, turned, *how)[1])
+        numbers = g.rows_per_tile * indices.shape[-1] * g.tiles_per_candidate
+        assert ways or numbers > triton_sorted.MOST
+        for way in ways:
+            for ours, theirs in zip(way, wanted, strict=True):
+                assert torch.equal(ours.cpu(), theirs)
         if tokens:
             marked = words.marked(turned, candidates)
             assert torch.equal(marked.cpu(), words.marked(indices, candidates))

@@ -24,9 +24,8 @@ def given_tiles(
         return None
     if words and geometry.q_block == geometry.kv_block == 1:
         return token_tiles(given, candidates, codes, geometry, lists)
-    from flexsparse.kernels import triton_merge
+    from flexsparse.kernels import triton_sorted
 
-    if not triton_merge.takes_given(given.shape[-1], geometry):
+    if not triton_sorted.suits(given.shape[-1], geometry):
         return None
-    made = by_kernel(triton_merge, given, candidates, codes, geometry, lists, words, given=True)
-    return made[1]
+    return by_kernel(triton_sorted, given, candidates, codes, geometry, lists, words)[1]

@@ -199,22 +199,22 @@ def by_kernel(
     geometry: Geometry,
     lists: Lists,
     words: bool,
-    **how: bool,
 ) -> tuple[Buffers, RowTiles]:
-    """Buffers filled by ``kernel``, told ``how`` beside what all are, and what they hold."""
+    """Buffers filled by ``kernel``, and what they hold."""
     kept = candidates if words else 0
     made = buffers(indices, kept, geometry, lists, whole=kernel.writes_whole(geometry))
     into = opened(made, indices, kept, geometry, lists)
-    kernel.fill(indices, candidates, codes, geometry, lists, into, None, **how)
+    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
     return made, into
 
 
 def _kernel(kept: int, geometry: Geometry) -> ModuleType | None:
     """The kernel that suits, if any does."""
-    from flexsparse.kernels import triton_merge, triton_rows
+    from flexsparse.kernels import triton_merge, triton_rows, triton_sorted
 
-    if triton_merge.suits(kept, geometry):
-        return triton_merge
+    for kernel in (triton_merge, triton_sorted):
+        if kernel.suits(kept, geometry):
+            return kernel
     return triton_rows if geometry.tiles[1] <= triton_rows.MOST_COLUMNS else None
 
 

@@ -1,6 +1,5 @@
 """`row_tiles` as one kernel, where a row of tiles meets one row of candidates: sorted candidates are
-sorted tiles, so neighbours merge and nothing is as wide as the keys. Where tiles lie within candidates
-it takes those in any order and sorts them itself."""
+sorted tiles, so neighbours merge and nothing is as wide as the keys."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 MOST = 4096
-# Tiles that a program sorts.
-_MOST_GIVEN = 1024
 _NUMBERS_A_PROGRAM = 256
 # Of bits in a row of tiles, that a program writes one after the other instead of setting each bit.
 _MOST_WORDS = 32
@@ -28,15 +25,73 @@ def suits(kept: int, geometry: Geometry) -> bool:
     return not g.q_block % g.q_tile and nested and kept * g.tiles_per_candidate <= MOST
 
 
-def takes_given(kept: int, geometry: Geometry) -> bool:
-    """Whether candidates may come in any order: each is some whole tiles, few enough to be sorted."""
-    whole = not geometry.kv_block % geometry.kv_tile
-    return suits(kept, geometry) and whole and kept * geometry.tiles_per_candidate <= _MOST_GIVEN
-
-
 def writes_whole(geometry: Geometry) -> bool:
     """Whether bits are written rather than set."""
     return ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
+
+
+@triton.jit
+def lines_of(
+    lane, sel_heads, query_heads, list_heads, code_heads,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Of a lane of lists: batch and head of its candidates, the line of its codes, and whether it is the
+    first that is made from these candidates."""
+    entry = lane // list_heads
+    b = entry // FOLD
+    h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
+    sel_b = b if SEL_BATCHED else b * 0
+    code_b = b if CODE_BATCHED else b * 0
+    first = (h * sel_heads) % query_heads == 0
+    if not SEL_BATCHED:
+        first = first & (b == 0)
+    code_line = code_b * code_heads + h * code_heads // query_heads
+    return sel_b, h * sel_heads // query_heads, code_line, first
+
+
+@triton.jit
+def write_tiles(
+    last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
+    lanes, rows, columns, r, out, slot, exists,
+    HAS_CODES: tl.constexpr, HAS_BITS: tl.constexpr, WHOLE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Of slots of which the ``last`` of each tile speaks for it, rising: tiles met with the rule's codes,
+    as bits and lists of row ``out``."""
+    if HAS_CODES:
+        code = tl.load(codes + (code_line * rows + r) * columns + tile, mask=last, other=0)
+        full = covered & (code == 2)
+        partial = last & (code != 0) & (~full)
+    else:
+        full = covered
+        partial = last & (~full)
+
+    if HAS_BITS:
+        in_row = (columns + 31) // 32
+        mark = tl.full(tile.shape, 1, tl.int32) << (tile % 32).to(tl.int32)
+        if WHOLE:
+            for w in range(in_row):
+                here = tile // 32 == w
+                word = tl.sum(tl.where(partial & here, mark, 0), 1)[:, None]
+                tl.store(bits + out * in_row + w, word, mask=exists)
+                word = tl.sum(tl.where(full & here, mark, 0), 1)[:, None]
+                tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=exists)
+        else:
+            where = out * in_row + tile // 32
+            tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
+            tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
+
+    _write_list(partial_num, partial_idx, partial, tile, out, slot, exists, CAPACITY)
+    _write_list(full_num, full_idx, full, tile, out, slot, exists, CAPACITY)
+
+
+@triton.jit
+def _write_list(num, idx, listed, tile, out, slot, exists, CAPACITY: tl.constexpr):
+    one = listed.to(tl.int32)
+    count = tl.sum(one, 1)[:, None]
+    tl.store(num + out, count, mask=exists)
+    tl.store(idx + out * CAPACITY + tl.cumsum(one, 1) - 1, tile, mask=listed)
+    unused = (slot >= count) & (slot < CAPACITY) & exists
+    tl.store(idx + out * CAPACITY + slot, 0, mask=unused)
 
 
 @triton.jit
@@ -46,8 +101,8 @@ def _merge(
     code_heads, stride_b, stride_h, stride_r, stride_k,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr,
-    GIVEN: tl.constexpr, WHOLE: tl.constexpr, FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr, INSIDE: tl.constexpr,
-    CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr,
+    INSIDE: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     exists = job < lanes * listed_rows
@@ -55,16 +110,12 @@ def _merge(
     if HAS_AT:
         r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
     out = lane * rows + r
-    entry = lane // list_heads
-    b = entry // FOLD
-    h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
-    sel_b = b if SEL_BATCHED else b * 0
+    sel_b, sel_h, code_line, writes = lines_of(
+        lane, sel_heads, query_heads, list_heads, code_heads, SEL_BATCHED, CODE_BATCHED, FOLD
+    )
     # Several lists, and rows of tiles, may be made from one row: the first of them writes its words.
-    writes = exists & ((h * sel_heads) % query_heads == 0) & (r % TILES_DOWN == 0)
-    if not SEL_BATCHED:
-        writes = writes & (b == 0)
+    writes = exists & writes & (r % TILES_DOWN == 0)
     row = r // TILES_DOWN
-    sel_h = h * sel_heads // query_heads
     source = sel_b * sel_heads + sel_h
     line = indices + sel_b * stride_b + sel_h * stride_h + row * stride_r
 
@@ -80,13 +131,7 @@ def _merge(
         four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
         tl.atomic_or(four, bit, mask=used & (step == 0) & writes, sem="relaxed")
 
-    if GIVEN:
-        tile = tl.where(used, chosen * STEPS + step, 2147483647).to(tl.int32)
-        tile = tl.sort(tile, dim=1)
-        before = tl.gather(tile, tl.maximum(slot - 1, 0) + tl.zeros_like(tile), 1)
-        last = exists & (tile < columns) & ((slot == 0) | (before != tile))
-        covered = last
-    elif INSIDE == 1:
+    if INSIDE == 1:
         tile = chosen * STEPS + step
         last = used & (tile < columns)
         covered = last
@@ -102,46 +147,10 @@ def _merge(
         ends = chosen == tile * INSIDE + need - 1
         covered = last & ends & (earliest == tile * INSIDE)
 
-    if HAS_CODES:
-        code_b = b if CODE_BATCHED else b * 0
-        code_row = ((code_b * code_heads + h * code_heads // query_heads) * rows + r) * columns
-        code = tl.load(codes + code_row + tile, mask=last, other=0)
-        full = covered & (code == 2)
-        partial = last & (code != 0) & (~full)
-    else:
-        full = covered
-        partial = last & (~full)
-
-    if HAS_BITS:
-        in_row = (columns + 31) // 32
-        mark = tl.full([ROWS, WIDTH], 1, tl.int32) << (tile % 32)
-        if WHOLE:
-            for w in range(in_row):
-                here = tile // 32 == w
-                word = tl.sum(tl.where(partial & here, mark, 0), 1)[:, None]
-                tl.store(bits + out * in_row + w, word, mask=exists)
-                word = tl.sum(tl.where(full & here, mark, 0), 1)[:, None]
-                tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=exists)
-        else:
-            where = out * in_row + tile // 32
-            tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
-            tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
-
-    listed = partial.to(tl.int32)
-    count = tl.sum(listed, 1)[:, None]
-    place = tl.cumsum(listed, 1) - 1
-    tl.store(partial_num + out, count, mask=exists)
-    tl.store(partial_idx + out * CAPACITY + place, tile, mask=partial)
-    unused = (slot >= count) & (slot < CAPACITY) & exists
-    tl.store(partial_idx + out * CAPACITY + slot, 0, mask=unused)
-
-    listed = full.to(tl.int32)
-    count = tl.sum(listed, 1)[:, None]
-    place = tl.cumsum(listed, 1) - 1
-    tl.store(full_num + out, count, mask=exists)
-    tl.store(full_idx + out * CAPACITY + place, tile, mask=full)
-    unused = (slot >= count) & (slot < CAPACITY) & exists
-    tl.store(full_idx + out * CAPACITY + slot, 0, mask=unused)
+    write_tiles(
+        last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
+        lanes, rows, columns, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, CAPACITY,
+    )  # fmt: skip
 
 
 def fill(
@@ -152,11 +161,9 @@ def fill(
     lists: Lists,
     into: RowTiles,
     at: Tensor | None,
-    *,
-    given: bool = False,
 ) -> None:
     """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
-    lists of these rows alone. Sets; ``given`` in any order, where `takes_given` says so."""
+    lists of these rows alone."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     listed_rows = rows if at is None else len(at)
@@ -175,7 +182,7 @@ def fill(
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
         HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
-        GIVEN=given, WHOLE=writes_whole(geometry), FOLD=lists.fold,
+        WHOLE=writes_whole(geometry), FOLD=lists.fold,
         TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
         CAPACITY=capacity, ROWS=together, WIDTH=width,

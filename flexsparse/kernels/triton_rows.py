@@ -1,4 +1,5 @@
-"""`row_tiles` as one kernel, where several rows of candidates meet in a row of tiles: its map in registers."""
+"""`row_tiles` as one kernel, where many candidates meet a row of tiles, or blocks and tiles lie across each
+other: its map in registers."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
 from flexsparse.shapes import next_power_of_two
 
-# Below it, comparing every candidate with every column is cheaper than a histogram.
-_FEW_PAIRS = 2**14
 _MOST_AT_ONCE = 1024
 # One row of a map must fit into the registers of a program.
 MOST_COLUMNS = 2**14
@@ -32,7 +31,7 @@ def _rows(
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_THESE: tl.constexpr,
     FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
-    COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, COMPARE: tl.constexpr,
+    COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     if HAS_THESE:
@@ -71,11 +70,7 @@ def _rows(
         end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
         for step in tl.static_range(STEPS):
             hit = used & (c + step <= end)
-            if COMPARE:
-                tile = tl.where(hit, c + step, -1)
-                met += tl.sum((column[:, None] == tile[None, :]).to(tl.int32), 1)
-            else:
-                met += tl.histogram(c + step, COLUMNS, mask=hit)
+            met += tl.histogram(c + step, COLUMNS, mask=hit)
 
     blocks = (tl.minimum((column + 1) * KV_TILE, kv_len) - 1) // KV_BLOCK
     blocks = blocks - column * KV_TILE // KV_BLOCK + 1
@@ -134,7 +129,6 @@ def fill(
     rows, columns = geometry.tiles
     capacity = into.partial_idx.shape[-1]
     at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(geometry.rows_per_tile * kept)))
-    compare = at_once * next_power_of_two(columns) <= _FEW_PAIRS
     width = max(32, next_power_of_two(columns))
     dispatch(
         _rows, (rows if at is None else len(at), lists.batch * lists.heads),
@@ -149,6 +143,6 @@ def fill(
         KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
         Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,
         ROWS=geometry.rows_per_tile, STEPS=geometry.tiles_per_candidate, AT_ONCE=at_once,
-        COLUMNS=width, CAPACITY=capacity, SLOTS=next_power_of_two(capacity), COMPARE=compare,
+        COLUMNS=width, CAPACITY=capacity, SLOTS=next_power_of_two(capacity),
         num_warps=4 if geometry.rows_per_tile * kept < 4096 else 8,
     )  # fmt: skip

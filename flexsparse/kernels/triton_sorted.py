@@ -1,0 +1,174 @@
+"""`row_tiles` as one kernel that sorts: candidates of all rows that meet a row of tiles, in any order.
+
+Repeats and neighbours then lie side by side, and nothing is as wide as the keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.launching import dispatch
+from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.triton_merge import lines_of, write_tiles
+from flexsparse.shapes import ceil_div, next_power_of_two
+
+# Numbers that a program sorts.
+MOST = 1024
+# Sorting takes the square of its numbers, a map its columns: 128 numbers took 2.9 ns, 256 8, 512 29 and
+# 1024 100 for each row of tiles, a map of 256 columns 5 to 8 and of 512 8.
+_A_COLUMN = 128
+_NUMBERS_A_PROGRAM = 256
+# Of bits in a row of tiles, that a program writes one after the other instead of setting each bit.
+_MOST_WORDS = 32
+# Stands for what is no candidate, behind all that are.
+_NONE = tl.constexpr(2**31 - 1)
+
+
+def takes(kept: int, geometry: Geometry) -> bool:
+    """Whether blocks and tiles nest both ways, and what meets a row of tiles can be sorted at once."""
+    g = geometry
+    down = not g.q_block % g.q_tile or not g.q_tile % g.q_block
+    across = not g.kv_block % g.kv_tile or not g.kv_tile % g.kv_block
+    finest = ceil_div(g.kv_len, min(g.kv_block, g.kv_tile)) + g.tiles_per_candidate
+    told_apart = finest * g.rows_per_tile < _NONE.value
+    return down and across and told_apart and _numbers(kept, g) <= MOST
+
+
+def suits(kept: int, geometry: Geometry) -> bool:
+    """Whether it takes these, and a map of a row of tiles would not be faster."""
+    cost = 0 if geometry.rows_per_tile == 1 else _numbers(kept, geometry) ** 2
+    return takes(kept, geometry) and cost <= _A_COLUMN * geometry.tiles[1]
+
+
+def _numbers(kept: int, geometry: Geometry) -> int:
+    return geometry.rows_per_tile * kept * geometry.tiles_per_candidate
+
+
+def writes_whole(geometry: Geometry) -> bool:
+    """Whether bits are written rather than set."""
+    return geometry.rows_per_tile == 1 and ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
+
+
+@triton.jit
+def _added(began, sum_of, begins, value):
+    return began | begins, tl.where(begins != 0, value, sum_of + value)
+
+
+@triton.jit
+def _sum_so_far(value, begins):
+    """Of its run, of which the first is marked."""
+    return tl.associative_scan((begins.to(tl.int32), value), 1, _added)[1]
+
+
+@triton.jit
+def _sorted(
+    given, codes, words, partial_num, partial_idx, full_num, full_idx, bits, at,
+    sel_rows, kept, rows, listed_rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
+    code_heads, stride_b, stride_h, stride_r, stride_k,
+    SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr, WHOLE: tl.constexpr,
+    FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, MET: tl.constexpr, STEPS: tl.constexpr,
+    INSIDE: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    exists = job < lanes * listed_rows
+    lane, r = job // listed_rows, job % listed_rows
+    if HAS_AT:
+        r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
+    out = lane * rows + r
+    sel_b, sel_h, code_line, writes = lines_of(
+        lane, sel_heads, query_heads, list_heads, code_heads, SEL_BATCHED, CODE_BATCHED, FOLD
+    )
+    # Several lists, and rows of tiles, may be made from one row: the first of them writes its words.
+    writes = writes & (r % TILES_DOWN == 0)
+    first = r // TILES_DOWN * MET
+
+    # A number is a candidate's tile, or where tiles hold several the candidate, and among them its row.
+    slot = tl.arange(0, WIDTH)[None, :]
+    named = slot // STEPS
+    own, k = named // kept, (named % kept).to(tl.int64)
+    inside = exists & (own < MET) & (first + own < sel_rows)
+    spot = sel_b * stride_b + sel_h * stride_h + (first + own) * stride_r + k * stride_k
+    chosen = tl.load(given + spot, mask=inside, other=-1)
+    used = (chosen >= 0) & (chosen < candidates)
+    number = (chosen * STEPS + slot % STEPS) * MET + own
+    number = tl.sort(tl.where(used, number, _NONE).to(tl.int32), dim=1)
+    before = tl.gather(number, tl.maximum(slot - 1, 0) + tl.zeros_like(number), 1)
+    after = tl.gather(number, tl.minimum(slot + 1, WIDTH - 1) + tl.zeros_like(number), 1)
+    begins, ends = slot == 0, slot == WIDTH - 1
+    fresh = begins | (before != number)
+
+    if HAS_WORDS:
+        # All rows of a byte are set at once, and bytes four at once: there is no atomic operation on one.
+        row = first.to(tl.int32) + number % MET
+        line = number // MET
+        byte_begins = begins | (before // MET != line)
+        byte_ends = ends | (after // MET != line)
+        marks = tl.where(fresh, 1, 0) << (row % 8)
+        if MET > 1:
+            byte_begins = byte_begins | ((first.to(tl.int32) + before % MET) // 8 != row // 8)
+            byte_ends = byte_ends | ((first.to(tl.int32) + after % MET) // 8 != row // 8)
+            marks = _sum_so_far(marks, byte_begins)
+        else:
+            byte_ends = fresh
+        real = (number != _NONE) & (line % STEPS == 0)
+        source = sel_b * sel_heads + sel_h
+        byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + line // STEPS
+        four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+        bit = marks << (byte % 4 * 8).to(tl.int32)
+        tl.atomic_or(four, bit, mask=byte_ends & real & writes & exists, sem="relaxed")
+
+    tile = number // (MET * INSIDE)
+    last = exists & (tile < columns) & (ends | (after // (MET * INSIDE) != tile))
+    if MET * INSIDE > 1:
+        met = _sum_so_far(fresh.to(tl.int32), begins | (before // (MET * INSIDE) != tile))
+        need = tl.minimum(MET, sel_rows - first)
+        if INSIDE > 1:
+            need = need * (tl.minimum((tile + 1) * INSIDE, candidates) - tile * INSIDE)
+        covered = last & (met == need)
+    else:
+        covered = last
+    write_tiles(
+        last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
+        lanes, rows, columns, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, CAPACITY,
+    )  # fmt: skip
+
+
+def fill(
+    given: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    into: RowTiles,
+    at: Tensor | None,
+) -> None:
+    """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
+    lists of these rows alone."""
+    batch, heads, sel_rows, kept = given.shape
+    rows, columns = geometry.tiles
+    listed_rows = rows if at is None else len(at)
+    steps = min(max(1, geometry.kv_block // geometry.kv_tile), columns)
+    met = geometry.rows_per_tile
+    capacity = into.partial_idx.shape[-1]
+    width = next_power_of_two(max(2, met * kept * steps, capacity))
+    together = max(1, _NUMBERS_A_PROGRAM // width)
+    lanes = lists.batch * lists.heads
+    dispatch(
+        _sorted, (ceil_div(lanes * listed_rows, together),),
+        given, codes if codes is not None else given, into.words,
+        *into[:4], into.bits, given if at is None else at, sel_rows, kept, rows, listed_rows, columns,
+        lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
+        *given.stride(),
+        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
+        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
+        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
+        WHOLE=writes_whole(geometry), FOLD=lists.fold,
+        TILES_DOWN=max(1, min(geometry.q_block // geometry.q_tile, rows)), MET=met, STEPS=steps,
+        INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
+        CAPACITY=capacity, ROWS=together, WIDTH=width,
+        num_warps=max(1, min(8, together * width // 128)),
+    )  # fmt: skip
