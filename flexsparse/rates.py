@@ -43,7 +43,7 @@ class Rates(NamedTuple):
     tokens_all_back: float = 1.75
     # And where one word of single keys is loaded for eight pairs (S=16384, 1928 tiles).
     spread: float = 1.2
-    spread_back: float = 1.33
+    spread_back: float = 1.24
     blocks_none: float = 1.48
     blocks_all: float = 1.83
     blocks_none_back: float = 1.2

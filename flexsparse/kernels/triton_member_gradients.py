@@ -27,29 +27,29 @@ from flexsparse.shapes import ceil_div
 
 # As there.
 BY_ROW = Pieces(64, 64, 4, 3)
-BY_COLUMN = Pieces(32, 64, 4, 3)
+BY_COLUMN = Pieces(64, 64, 4, 3)
 
 
 @triton.jit
 def _seen_by_key(
-    words, first_row, row, key, width, row_words, kv_len,
+    words, first_row, key, width, row_words, kv_len,
     M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The same, ``[N, M]``."""
-    word = first_row // 8 + tl.arange(0, M // 8)
-    at = word[None, :].to(tl.int64) * width + key[:, None]
-    there = (word < row_words)[None, :] & (key < kv_len)[:, None]
-    byte = tl.load(words + at, mask=there, other=0).to(tl.int32)
-    bit = byte[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]
-    seen = tl.reshape(bit, [N, M]) != 0
+    word = (first_row // 8 + tl.arange(0, M // 8))[None, :]
+    there = (word < row_words) & (key < kv_len)[:, None]
+    byte = tl.load(words + word.to(tl.int64) * width + key[:, None], mask=there, other=0)
+    byte = byte.to(tl.int32)
     if CAUSAL:
-        seen = seen & (key[:, None] <= row[None, :])
-    return seen
+        # Told of eight rows at once: those before the key are shifted out.
+        byte = byte & (255 << tl.minimum(tl.maximum(key[:, None] - word * 8, 0), 8))
+    bit = byte[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]
+    return tl.reshape(bit, [N, M]) != 0
 
 
 @triton.jit
 def _by_row(
-    q, k, v, out, do, lse, d_lse, delta, dq, words, some, some_at, full, full_at,
+    q, k, v, out, do, lse, d_lse, bases, delta, dq, words, some, some_at, full, full_at,
     q_b, q_h, q_r, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_r, lse_b, lse_h, dq_b, dq_h, dq_r,
     word_b, word_h, width, row_words, num_b, num_h, idx_b, idx_h, idx_r, full_b, full_h, full_r,
     heads, group, sharing, q_len, kv_len, scale, raw_scale,
@@ -76,6 +76,8 @@ def _by_row(
     less = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     if THROUGH_LSE:
         less -= tl.load(d_lse + at_lse, mask=mine, other=0.0)
+    # Each column reads these of its rows.
+    tl.store(bases + at_lse, base, mask=mine)
     tl.store(delta + at_lse, less, mask=mine)
     own = words_of(words, b, h, heads, word_b, word_h, sharing, FOLD)
     to_k = k + b * k_b + h // group * k_h
@@ -107,7 +109,7 @@ def _by_row(
 
 @triton.jit
 def _by_column(
-    q, k, v, do, lse, delta, dk, dv, words, some, some_at, full, full_at,
+    q, k, v, do, bases, delta, dk, dv, words, some, some_at, full, full_at,
     q_b, q_h, q_r, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_r, lse_b, lse_h,
     dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     word_b, word_h, width, row_words, num_b, num_h, idx_b, idx_h, idx_c, full_b, full_h, full_c,
@@ -150,10 +152,9 @@ def _by_column(
             of_row = row[:, None].to(tl.int64)
             queries = tl.load(to_q + of_row * q_r + d[None, :], mask=mine[:, None], other=0.0)
             grads = tl.load(to_do + of_row * o_r + e[None, :], mask=mine[:, None], other=0.0)
-            base = tl.load(lse + at_lse + row, mask=mine, other=0.0)
-            base = tl.where(base == float("-inf"), 0.0, base * 1.4426950408889634)
+            base = tl.load(bases + at_lse + row, mask=mine, other=0.0)
             less = tl.load(delta + at_lse + row, mask=mine, other=0.0)
-            seen = _seen_by_key(own, first_row, row, key, width, row_words, kv_len, M, N, CAUSAL)
+            seen = _seen_by_key(own, first_row, key, width, row_words, kv_len, M, N, CAUSAL)
             scores = tl.dot(keys, tl.trans(queries))
             weight = tl.exp2(tl.where(seen, scores * scale - base[None, :], float("-inf")))
             d_values = tl.dot(weight.to(grads.dtype), grads, d_values)
@@ -176,21 +177,21 @@ def backward(
     ``do`` and ``d_lse`` are the gradients of out and lse, laid out as these are; ``lists`` all eight.
     """
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    bases, delta = torch.empty_like(lse), torch.empty_like(lse)
     strides = [*strides_of(q, k, v, out), *lse.stride()[:2]]
     sizes = [*sizes_of(q, k, words), scale * LOG2_E, scale]
     constants = constants_of(q, v, words, tile)
     m, n, warps, stages = BY_ROW
     dispatch(
         _by_row, (ceil_div(q.shape[2], m), q.shape[0] * q.shape[1]),
-        q, k, v, out, do, lse, lse if d_lse is None else d_lse, delta, dq, words.bits, *lists[:4],
+        q, k, v, out, do, lse, lse if d_lse is None else d_lse, bases, delta, dq, words.bits, *lists[:4],
         *strides, *strides_of(dq), *strides_of_words(words), *strides_of_lists(lists[:4]), *sizes, M=m, N=n,
         **constants, THROUGH_LSE=d_lse is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     m, n, warps, stages = BY_COLUMN
     dispatch(
         _by_column, (ceil_div(k.shape[2], n), k.shape[0] * k.shape[1]),
-        q, k, v, do, lse, delta, dk, dv, words.bits, *lists[4:8], *strides, *strides_of(dk, dv),
+        q, k, v, do, bases, delta, dk, dv, words.bits, *lists[4:8], *strides, *strides_of(dk, dv),
         *strides_of_words(words), *strides_of_lists(lists[4:8]), *sizes, M=m, N=n, **constants, num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
