@@ -54,7 +54,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def kernel_of(*args: Tensor) -> Callable[..., Tensor]:
-    return compiled.as_kernel(make_fx(code)(*args))
+    return compiled.as_kernel(make_fx(code)(*args).forward)
 
 
 def test_interleaved_forms_give_what_the_code_gives(guarded: list[int]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from flexsparse.device import Ceilings, Stages, ceiling, ceilings, clock, on_its_way
+from flexsparse.device import Ceilings, Raised, Stages, ceiling, ceilings, clock, heard
 
 CPU = torch.device("cpu")
 
@@ -101,46 +102,45 @@ def test_stages_of_a_device_wait_once_and_only_when_read(monkeypatch: pytest.Mon
     assert waits == [torch.device("cuda")]
 
 
-def test_a_number_is_waited_for_once_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the event behind its copy, on the stream of its device."""
-    here, did = torch.tensor(0), []
+def test_a_flag_is_read_once_the_stream_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of its device; a flag that was raised is not used again, one that was not is."""
+    did: list[str] = []
+    pinned = torch.zeros
 
-    class Event:
-        def record(self, stream: object) -> None:
-            did.append(f"record on {stream}")
-
+    class Stream:
         def synchronize(self) -> None:
             did.append("wait")
-            here.fill_(7)
+            if raises:
+                flag.flag.fill_(1)
 
-    class Number:
-        is_cuda, device = True, "cuda:1"
+    def stream(device: torch.device) -> Stream:
+        did.append(f"the stream of {device}")
+        return Stream()
 
-        def to(self, device: str, non_blocking: bool) -> torch.Tensor:
-            did.append(f"copy to {device}" if non_blocking else "block")
-            return here
+    def zeros(*shape: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        did.append("pinned" if pin_memory else "plain")
+        return pinned(*shape, **options)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    heard = on_its_way(Number())  # type: ignore[arg-type]
-    assert did == ["copy to cpu", "record on the stream of cuda:1"]
-    assert heard() == 7 and did[2:] == ["wait"]
-    assert on_its_way(torch.tensor(3, dtype=torch.int8))() == 3
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(heard, "_kept", heard._Kept())
+    waits = ["the stream of cuda:1", "wait"]
+    for raises, allocated in ((False, True), (True, False), (False, True), (False, False)):
+        did.clear()
+        flag = Raised(torch.device("cuda:1"))
+        assert not flag.flag.item()
+        assert flag.heard() is raises
+        assert did == ["pinned"] * allocated + waits
+    # One that another still waits for is its own.
+    first, second = (Raised(torch.device("cuda:1")) for _ in range(2))
+    assert first.flag.data_ptr() != second.flag.data_ptr()
 
 
-@pytest.mark.gpu
-def test_a_number_of_a_device_is_heard_before_what_is_queued_behind_it(
-    device: torch.device,
-) -> None:
-    a = torch.randn(8192, 8192, device=device)
-    for n in range(3):
-        heard = on_its_way(torch.full((), n, dtype=torch.int8, device=device))
-        behind = torch.cuda.Event()
-        for _ in range(20):
-            a @ a
-        behind.record()
-        assert heard() == n and not behind.query()
-        torch.cuda.synchronize()
+def test_a_flag_of_the_host_is_heard_at_once() -> None:
+    flag = Raised(torch.device("cpu"))
+    assert not flag.heard()
+    flag.flag.fill_(1)
+    assert flag.heard() and not Raised(torch.device("cpu")).heard()
 
 
 def test_a_call_that_no_graph_holds_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

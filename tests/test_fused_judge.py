@@ -14,7 +14,7 @@ from torch import Tensor
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.device import compiles
+from flexsparse.device import Raised, compiles
 from flexsparse.intervals import Judge, finding, fused, lists_of, rule_codes, rule_lists, rule_tiles
 from flexsparse.intervals.painting import painted
 from flexsparse.kernels.rows import EMPTY, FULL, PARTIAL
@@ -287,7 +287,7 @@ def test_a_device_finds_the_lists_of_the_host(
 def test_lists_by_the_kernel(columns: int, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(columns)
     codes = torch.randint(0, 3, (2, 3, 40, columns), generator=draw, dtype=torch.int8)
-    for there, here in ((codes.to(device), codes), (codes.to(device).mT, codes.mT)):
+    for there, here in ((codes.to(device), codes.clone()), (codes.to(device).mT, codes.mT)):
         rows, columns = here.shape[2:]
         across = columns, max(1, columns // 5)
         for down in (None, (max(1, rows // 5), rows)):
@@ -295,3 +295,13 @@ def test_lists_by_the_kernel(columns: int, device: torch.device) -> None:
             assert len(made) == len(wanted) == (4 if down is None else 8)
             for mine, theirs in zip(made, wanted, strict=True):
                 assert torch.equal(mine.cpu(), theirs)
+            for code in (None, 3, 4):
+                for at, where in ((here, torch.device("cpu")), (there, device)):
+                    if code is not None:
+                        at[-1, -1, -1, -1] = code
+                    flag = Raised(where)
+                    told = tile_lists(at, across, down, flag.flag)
+                    assert flag.heard() is (code is not None)
+                    if code is None:
+                        assert all(map(torch.equal, told, tile_lists(at, across, down)))
+            here[-1, -1, -1, -1] = there[-1, -1, -1, -1] = 0

@@ -2,7 +2,7 @@
 
 from flexsparse.device.ceiling import Ceilings, ceilings
 from flexsparse.device.compiling import CompileCounter, compiles
-from flexsparse.device.heard import on_its_way
+from flexsparse.device.heard import Raised
 from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype, without_autocast
 from flexsparse.device.stages import Stages
@@ -11,13 +11,13 @@ from flexsparse.device.tangents import has_tangent, tangents_there
 __all__ = [
     "Ceilings",
     "CompileCounter",
+    "Raised",
     "Stages",
     "autocast_dtype",
     "ceilings",
     "compiles",
     "has_tangent",
     "lasting",
-    "on_its_way",
     "tangents_there",
     "without_autocast",
 ]

@@ -36,8 +36,8 @@ class _Last(threading.local):
     run: _Run | None = None
 
 
-def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
-    """Traced code of tensors that makes one, compiled when it first runs, for any lengths."""
+def as_kernel(code: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Code of tensors that makes one, compiled when it first runs, for any lengths."""
     settings: Any = _config
     last = _Last()
     known: dict[tuple[object, ...], Callable[..., Tensor]] = {}
@@ -52,7 +52,7 @@ def as_kernel(graph: torch.fx.GraphModule) -> Callable[..., Tensor]:
 
         return noted
 
-    guarded = torch.compile(graph.forward, backend=backend, fullgraph=True, dynamic=True)
+    guarded = torch.compile(code, backend=backend, fullgraph=True, dynamic=True)
 
     def kernel(*args: Tensor) -> Tensor:
         form = tuple([_form(x) for x in args])

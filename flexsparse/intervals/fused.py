@@ -48,7 +48,7 @@ TILES_AT_ONCE = 2**26
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
 # A length that no constant of a rule's code is likely to be, for the tiles of a trace.
 _TRACED_TILES = 1009
-# Of span, its tiles, a cut, and heads.
+# Of span, its tiles, a cut, and heads; behind them the lengths of tables.
 _NUMBERS = 4 + 2 + 4 + 1
 
 Axes = tuple[int, ...]
@@ -91,8 +91,10 @@ class FusedJudge(NamedTuple):
     def every(self) -> Tensor:
         """int8 ``[B, H, R, C]``: the code of each tile."""
         rows, columns = self.span.tiles
-        cells = torch.arange(self.tiles, device=self.device)
-        return self(cells, columns, 1).view(*self.lists, rows, columns)
+        # Whatever they hold: a kernel counts them itself, as it would else wait for another that does.
+        cells = torch.empty(self.tiles, dtype=torch.int64, device=self.device)
+        cut = Cut(columns, 1, 0, self.span.q_tile)
+        return self._asked(cells, cut, counted=True).view(*self.lists, rows, columns)
 
     def __call__(self, cells: Tensor, wide: int, size: int) -> Tensor:
         """int8 ``[n]``: codes of stretches of ``size`` columns, ``wide`` to a row of tiles.
@@ -116,10 +118,9 @@ class FusedJudge(NamedTuple):
         code = torch.where(mixed, PARTIAL, whole)
         return torch.where(most == MAY_FAIL, MAY_FAIL, code).to(torch.int8)
 
-    def _asked(self, cells: Tensor, cut: Cut) -> Tensor:
-        numbers = _numbers(
-            (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths), self.device
-        )
+    def _asked(self, cells: Tensor, cut: Cut, *, counted: bool = False) -> Tensor:
+        sizes = (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths)
+        numbers = _numbers((counted, *sizes), self.device)
         if cells.numel() <= TILES_AT_ONCE:
             return self._run(cells, numbers)
         return torch.cat([self._run(part, numbers) for part in cells.split(TILES_AT_ONCE)])
@@ -218,7 +219,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 @lru_cache(maxsize=256)
 def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _compiled(
@@ -234,8 +235,16 @@ def _compiled(
     numbers = torch.ones(_NUMBERS + len(lengths), dtype=torch.int64, device=device)
     with torch.no_grad():
         graph = make_fx(code, tracing_mode="fake")(cells, numbers, *read)
+    traced = graph.forward
     compiles.note(f"judge/{program.key}")
-    return as_kernel(graph)
+
+    def judged(cells: Tensor, numbers: Tensor, *read: Tensor) -> Tensor:
+        # How many there are would be a constant of a trace.
+        own = torch.arange(cells.shape[0], device=cells.device)
+        found: Tensor = traced(torch.where(numbers[0] != 0, own, cells), numbers[1:], *read)
+        return found
+
+    return as_kernel(judged)
 
 
 def _code(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span
-from flexsparse.device import on_its_way
+from flexsparse.device import Raised
 from flexsparse.grid import Grid
 from flexsparse.intervals.finding import MAPPED, found_tiles, settled_map
-from flexsparse.intervals.fused import OPEN, FusedJudge, fused_judge
+from flexsparse.intervals.fused import FusedJudge, fused_judge
 from flexsparse.intervals.painting import painted
 from flexsparse.intervals.refine import rule_tiles
 from flexsparse.intervals.runs import RuleTiles, Runs
@@ -52,9 +52,9 @@ def rule_lists(
 def _judged(judge: FusedJudge, mask: MaskMod, by_column: bool) -> list[Tensor]:
     """Launched before the host hears whether tiles are left open; for these they are made anew."""
     codes = judge.every()
-    most = on_its_way(codes.amax())
-    made = lists_of_map(codes, by_column=by_column)
-    if most() < OPEN:
+    left_open = Raised(codes.device)
+    made = lists_of_map(codes, by_column=by_column, unsettled=left_open.flag)
+    if not left_open.heard():
         return made
     return lists_of_map(settled_map(judge, mask, codes), by_column=by_column)
 
@@ -79,15 +79,17 @@ def lists_of(tiles: RuleTiles, *, by_column: bool = True) -> list[Tensor]:
     return _alike([x for pair in (*by_row, *down) for x in pair])
 
 
-def lists_of_map(codes: Tensor, *, by_column: bool = True) -> list[Tensor]:
-    """The same of a map of codes, int8 ``[B, H, R, C]``."""
+def lists_of_map(
+    codes: Tensor, *, by_column: bool = True, unsettled: Tensor | None = None
+) -> list[Tensor]:
+    """The same of a map of codes, int8 ``[B, H, R, C]``; ``unsettled`` as of `tile_lists`."""
     rows, columns = codes.shape[2:]
     across, down = (columns, columns), (rows, rows)
     if codes.numel() > WHOLE:
         a, b, c, d = longest(codes)
         across = _width(a, columns), _width(b, columns)
         down = _width(c, rows), _width(d, rows)
-    made = tile_lists(codes, across, down if by_column else None)
+    made = tile_lists(codes, across, down if by_column else None, unsettled)
     return _alike(made)
 
 

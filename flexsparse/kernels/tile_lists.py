@@ -11,21 +11,28 @@ from flexsparse.kernels.rows import FULL, PARTIAL
 Rooms = tuple[int, int]
 
 
-def tile_lists(codes: Tensor, across: Rooms, down: Rooms | None = None) -> list[Tensor]:
+def tile_lists(
+    codes: Tensor, across: Rooms, down: Rooms | None = None, unsettled: Tensor | None = None
+) -> list[Tensor]:
     """int8 ``[B, H, R, C]``, by any strides -> counts ``[B, H, R]`` and indices of the partial tiles
     ``[B, H, R, room]``, then of the full, as in `compress`; with ``down`` the same by column too.
 
     ``across`` and ``down`` are the rooms for partial and for full tiles of a row and of a column.
+    ``unsettled``, int32 ``[1]``, becomes 1 where a code is none of EMPTY, PARTIAL and FULL.
     """
     if codes.is_cuda:
         from flexsparse.kernels.triton_tile_lists import launch
 
-        return launch(codes, across, down)
-    return by_map(codes, across, down)
+        return launch(codes, across, down, unsettled)
+    return by_map(codes, across, down, unsettled)
 
 
-def by_map(codes: Tensor, across: Rooms, down: Rooms | None = None) -> list[Tensor]:
+def by_map(
+    codes: Tensor, across: Rooms, down: Rooms | None = None, unsettled: Tensor | None = None
+) -> list[Tensor]:
     """The specification of the kernel."""
+    if unsettled is not None and bool((codes > FULL).any()):
+        unsettled.fill_(1)
     made = [*compress(codes == PARTIAL, across[0]), *compress(codes == FULL, across[1])]
     return made if down is None else made + by_map(codes.transpose(-1, -2), down)
 

@@ -14,23 +14,24 @@ from flexsparse.shapes import next_power_of_two
 @triton.jit
 def _tile_lists(
     codes, partial_num, partial_idx, full_num, full_idx,
-    down_partial_num, down_partial_idx, down_full_num, down_full_idx,
+    down_partial_num, down_partial_idx, down_full_num, down_full_idx, unsettled,
     lists, heads, rows, columns, stride_b, stride_h, stride_r, stride_c,
     partial_room, full_room, down_partial_room, down_full_room,
-    WIDTH: tl.constexpr,
+    TELLS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     across = lists * rows
     if line < across:
         _walk(
             codes, line, heads, rows, columns, stride_b, stride_h, stride_r, stride_c,
-            partial_num, partial_idx, full_num, full_idx, partial_room, full_room, WIDTH,
+            partial_num, partial_idx, full_num, full_idx, partial_room, full_room,
+            unsettled, TELLS, WIDTH,
         )  # fmt: skip
     else:
         _walk(
             codes, line - across, heads, columns, rows, stride_b, stride_h, stride_c, stride_r,
             down_partial_num, down_partial_idx, down_full_num, down_full_idx,
-            down_partial_room, down_full_room, WIDTH,
+            down_partial_room, down_full_room, unsettled, False, WIDTH,
         )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def _tile_lists(
 def _walk(
     codes, line, heads, lines, cells, stride_b, stride_h, stride_line, stride_cell,
     partial_num, partial_idx, full_num, full_idx, partial_room, full_room,
-    WIDTH: tl.constexpr,
+    unsettled, TELLS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The lists of one of ``lines``, which has so many ``cells``."""
     entry = line // lines
@@ -49,9 +50,12 @@ def _walk(
     lane = tl.arange(0, WIDTH)
     partial = tl.zeros([], tl.int32)
     full = tl.zeros([], tl.int32)
+    most = tl.zeros([WIDTH], tl.int8)
     for start in range(0, cells, WIDTH):
         cell = start + lane
         code = tl.load(start_of + cell.to(tl.int64) * stride_cell, mask=cell < cells, other=0)
+        if TELLS:
+            most = tl.maximum(most, code)
         is_partial = (code == 1).to(tl.int32)
         is_full = (code == 2).to(tl.int32)
         slot = partial + tl.cumsum(is_partial, 0) - 1
@@ -60,6 +64,8 @@ def _walk(
         tl.store(full_into + slot, cell, mask=(code == 2) & (slot < full_room))
         partial += tl.sum(is_partial, 0)
         full += tl.sum(is_full, 0)
+    if TELLS:
+        tl.store(unsettled, 1, mask=tl.max(most, 0) > 2)
     tl.store(partial_num + line, tl.minimum(partial, partial_room))
     tl.store(full_num + line, tl.minimum(full, full_room))
     for start in range(0, partial_room, WIDTH):
@@ -70,7 +76,13 @@ def _walk(
         tl.store(full_into + slot, 0, mask=(slot >= full) & (slot < full_room))
 
 
-def launch(codes: Tensor, across: tuple[int, int], down: tuple[int, int] | None) -> list[Tensor]:
+def launch(
+    codes: Tensor,
+    across: tuple[int, int],
+    down: tuple[int, int] | None,
+    unsettled: Tensor | None = None,
+) -> list[Tensor]:
+    """``unsettled`` may be the host's, where it is pinned: it is written only where it becomes 1."""
     batch, heads, rows, columns = codes.shape
     made = _buffers(codes, rows, across)
     below = made
@@ -81,9 +93,9 @@ def launch(codes: Tensor, across: tuple[int, int], down: tuple[int, int] | None)
     width = max(32, min(1024, next_power_of_two(width)))
     dispatch(
         _tile_lists, (batch * heads * lines,),
-        codes, *made, *below,
+        codes, *made, *below, made[0] if unsettled is None else unsettled,
         batch * heads, heads, rows, columns, *codes.stride(), *across, *(down or across),
-        WIDTH=width, num_warps=max(1, width // 256),
+        TELLS=unsettled is not None, WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return made if down is None else made + below
 
