@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,7 @@ from oracle import close, dense
 from torch import Tensor
 
 import flexsparse as fs
-from flexsparse.backends import decode, split_walk
-from flexsparse.backends.flex import _partial_only
+from flexsparse.backends import compiled, decode, flex, split_walk
 from flexsparse.errors import BackendError
 from flexsparse.masks import Alibi, AttentionSink, Causal, SlidingWindow
 from flexsparse.shapes import ceil_div
@@ -19,6 +20,8 @@ from flexsparse.shapes import ceil_div
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 STREAMING = Causal() & (SlidingWindow(20) | AttentionSink(3))
 EVERY_THIRD = fs.MaskRule.of(lambda b, h, q, kv: (kv + h + b) % 3 == 0)
+# Some tiles are full, and the others partial.
+THINNED = fs.MaskRule.of(lambda b, h, q, kv: (kv < 150) | (kv % 2 == 0))
 
 
 def drawn(
@@ -235,13 +238,60 @@ def test_lists_joined_for_torchs_decoding(rule: Any) -> None:
         plan = fs.make_plan(*inputs, rule=rule, select=select, backend="flex", tile=(16, 64))
         layout = plan.first
         assert layout is not None
-        number, tiles, *none = _partial_only(layout.lists, layout)
+        number, tiles, *none = flex.partial_only(layout.lists, flex.asks_pairs(layout))
         assert none == [None, None] and number is not None and tiles is not None
         whole = torch.zeros((*number.shape, layout.span.tiles[1]), dtype=torch.int64)
         used = torch.arange(tiles.shape[-1]) < number[..., None]
         whole.scatter_add_(-1, tiles.to(torch.int64), used.to(torch.int64))
         partial, full = layout.tile_maps()
         assert torch.equal(whole, (partial | full).to(torch.int64))
+
+
+def test_lists_of_other_lengths_are_joined_by_the_same_code() -> None:
+    """As a kernel for lengths that vary has it: nothing of the layout it was compiled for is left."""
+    found = []
+
+    def body(lists: list[Tensor]) -> list[Tensor | None]:
+        return flex.partial_only(lists, True)
+
+    run = torch.compile(body, backend="eager", fullgraph=True, dynamic=True)
+    for length in (300, 500, 4096, 64):
+        layout = fs.build_layout(
+            rule=THINNED, grid=fs.Grid(1, length), heads=(4, 2), block_size=(16, 64)
+        )
+        number, tiles, *_ = run(layout.lists)
+        assert number is not None and tiles is not None
+        listed = tiles[..., : int(number.max())].flatten().sort().values
+        some, full = layout.tile_maps()
+        assert listed.tolist() == (some | full)[0, 0, 0].nonzero().flatten().tolist()
+        found.append(len(listed))
+    assert len(set(found)) > 2
+
+
+def test_what_is_compiled_holds_no_layout() -> None:
+    """Nor its candidates: a kernel outlives whatever it was first made for."""
+    inputs = drawn("cpu", 1, 300)
+    plan = fs.make_plan(
+        *inputs, rule=STREAMING, select=pages("cpu", 1, 300, 64, 2), backend="flex", tile=(16, 64)
+    )
+    assert plan.first is not None
+    kept = [weakref.ref(plan.first), weakref.ref(plan.first.kv_indices)]
+    plan.run(*inputs)
+    assert compiled._kernels
+    del plan
+    gc.collect()
+    assert [made() for made in kept] == [None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [None, THINNED], ids=str)
+def test_a_growing_sequence_by_torchs_decoding_kernel(rule: Any, device: torch.device) -> None:
+    for length in (512, 700, 4096, 1024, 8192):
+        inputs = drawn(device, 1, length, dims=(128, 128), dtype=torch.bfloat16)
+        select = None if rule is not None else pages(device, 1, length, 64, 4)
+        with torch.no_grad():
+            options: dict[str, Any] = {"rule": rule, "select": select, "backend": "flex"}
+            fs.check(*inputs, **options, grads=False).raise_if_failed()
 
 
 @pytest.mark.gpu

@@ -169,7 +169,7 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
     program, scale, want_lse = speech.mask(work.layout.program), work.scale, work.lse
     score = None if work.score is None else speech.score(work.score)
     block_size = work.layout.block_size
-    split, layout = _reading(work, speech), work.layout
+    split, asks = _reading(work, speech), asks_pairs(work.layout)
     decoding, lse_unit = _decoding(work, speech), speech.lse_unit() if want_lse else 1.0
     pointed = [speech.points and t.ndim == 0 for t in work.layout.tables]
 
@@ -183,7 +183,7 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
         keywords: dict[str, Any] = {
             "score_mod": None if score is None else _score_mod(score, score_tables, split),
             "block_mask": as_block_mask(
-                _partial_only(lists, layout) if decoding else lists,
+                partial_only(lists, asks) if decoding else lists,
                 lengths,
                 block_size,
                 _mask_mod(program, tables, pointed, block_size),
@@ -200,14 +200,21 @@ def _body(work: Work, options: dict[str, Any], speech: Speech) -> Kernel:
     return flex
 
 
-def _partial_only(lists: list[Tensor], layout: Layout) -> list[Tensor | None]:
+def asks_pairs(layout: Layout) -> bool:
+    """Whether any tile of such a layout can be partial."""
+    return layout.program.rule is not None or layout.program.asks_member(layout.block_size)
+
+
+def partial_only(lists: list[Tensor], asks: bool) -> list[Tensor | None]:
     """All tiles as partial ones: torch's decoding kernel shares those out evenly, but full ones by
-    where their keys would stand if all were listed."""
+    where their keys would stand if all were listed.
+
+    With ``asks`` some may be partial. Of nothing but the lists: other lengths run the same kernel.
+    """
     some, some_at, full, full_at = lists[:4]
-    program = layout.program
-    if program.rule is None and not program.asks_member(layout.block_size):
+    if not asks:
         return [full, full_at, None, None]
-    width = min(layout.span.tiles[1], some_at.shape[-1] + full_at.shape[-1])
+    width = some_at.shape[-1] + full_at.shape[-1]
     slot = torch.arange(width, dtype=torch.int32, device=some.device).expand(*some.shape, -1)
 
     def at(indices: Tensor, place: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def takes(kept: int, geometry: Geometry) -> bool:
     g = geometry
     down = not g.q_block % g.q_tile or not g.q_tile % g.q_block
     across = not g.kv_block % g.kv_tile or not g.kv_tile % g.kv_block
-    finest = ceil_div(g.kv_len, min(g.kv_block, g.kv_tile)) + g.tiles_per_candidate
+    finer, coarser = sorted((g.kv_block, g.kv_tile))
+    finest = ceil_div(g.kv_len, finer) + coarser // finer
     told_apart = finest * g.rows_per_tile < _NONE.value
     return down and across and told_apart and _numbers(kept, g) <= MOST
 
@@ -61,6 +62,13 @@ def _added(began, sum_of, begins, value):
 def _sum_so_far(value, begins):
     """Of its run, of which the first is marked."""
     return tl.associative_scan((begins.to(tl.int32), value), 1, _added)[1]
+
+
+@triton.jit
+def _byte_of(number, first, MET: tl.constexpr):
+    """Tells apart the bytes in which numbers of a row of tiles are marked, eight rows to one."""
+    own = number % MET
+    return number - own + ((first % 8).to(tl.int32) + own) // 8
 
 
 @triton.jit
@@ -103,23 +111,19 @@ def _sorted(
 
     if HAS_WORDS:
         # All rows of a byte are set at once, and bytes four at once: there is no atomic operation on one.
-        row = first.to(tl.int32) + number % MET
-        line = number // MET
-        byte_begins = begins | (before // MET != line)
-        byte_ends = ends | (after // MET != line)
-        marks = tl.where(fresh, 1, 0) << (row % 8)
+        line, row = number // MET, first + number % MET
+        marks = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 8).to(tl.int32)
+        within = _byte_of(number, first, MET)
         if MET > 1:
-            byte_begins = byte_begins | ((first.to(tl.int32) + before % MET) // 8 != row // 8)
-            byte_ends = byte_ends | ((first.to(tl.int32) + after % MET) // 8 != row // 8)
-            marks = _sum_so_far(marks, byte_begins)
-        else:
-            byte_ends = fresh
-        real = (number != _NONE) & (line % STEPS == 0)
+            marks = tl.where(fresh, marks, 0)
+            marks = _sum_so_far(marks, begins | (_byte_of(before, first, MET) != within))
+        speaks = ends | (_byte_of(after, first, MET) != within)
+        speaks = speaks & (number != _NONE) & (line % STEPS == 0)
         source = sel_b * sel_heads + sel_h
         byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + line // STEPS
         four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
         bit = marks << (byte % 4 * 8).to(tl.int32)
-        tl.atomic_or(four, bit, mask=byte_ends & real & writes & exists, sem="relaxed")
+        tl.atomic_or(four, bit, mask=speaks & writes & exists, sem="relaxed")
 
     tile = number // (MET * INSIDE)
     last = exists & (tile < columns) & (ends | (after // (MET * INSIDE) != tile))
