@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexsparse.errors import ShapeError
 from flexsparse.kernels import launching
 from flexsparse.kernels.launching import dispatch
 
@@ -147,6 +149,42 @@ def test_each_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(kernel)
     launch(kernel)
     assert [len(made.given) for made in kernel.made] == [0, 1]
+
+
+class Elsewhere(Tensor):
+    """Says that it is on another device."""
+
+    def get_device(self) -> int:
+        return 3
+
+
+def test_a_launch_is_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current device, whose stream does not wait for what made them."""
+    current, entered = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(launching, "_current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = Kernel()
+    for x in (X, X.as_subclass(Elsewhere), X, X.as_subclass(Elsewhere)):
+        launch(kernel, x=x)
+    assert entered == [3, 3] and current == [0]
+    assert [len(made.given) for made in kernel.made] == [1, 1]
+
+
+@pytest.mark.parametrize("grid", [(5, 2**16), (5, 1, 2**16)])
+def test_more_lists_than_a_launch_takes_are_refused(grid: tuple[int, ...]) -> None:
+    kernel = Kernel()
+    with pytest.raises(ShapeError, match="65536 programs .*: split the batch"):
+        launch(kernel, grid)
+    assert not kernel.made
+    launch(kernel, (2**16, *[2**16 - 1] * (len(grid) - 1)))
 
 
 def test_each_kernel_has_its_own() -> None:

@@ -26,7 +26,9 @@ def device_ms(call: Call, device: torch.device) -> float:
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        return float(do_bench(call, return_mode="median"))
+        # Events belong to the current device.
+        with torch.cuda.device(device):
+            return float(do_bench(call, return_mode="median"))
     return _median(call, device)
 
 

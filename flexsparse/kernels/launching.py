@@ -2,7 +2,7 @@
 
 ``kernel[grid](...)`` binds arguments, specialises each and looks its kernel up by a text of all that,
 which takes the host longer than the launch. The compiled kernel takes the same arguments and launches
-at once, on the current device and stream, with Triton's launch hooks, in a graph's capture too.
+at once, with Triton's launch hooks, in a graph's capture too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexsparse.errors import ShapeError
+
 # Kinds kept: more than a process has use for at once.
 MOST = 1024
 # From here on an int is a long one.
 _LONG = 2**31
+# Programs along the second axis of a grid and the third.
+_MOST_ACROSS = 2**16 - 1
 
 
 def _no_device() -> int:
@@ -30,17 +34,28 @@ _kept: dict[tuple[object, ...], tuple[Any, Any, tuple[object, ...]]] = {}
 
 
 def dispatch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: object) -> None:
-    """``kernel[grid](*args, **named)`` of a `triton.jit` function.
+    """``kernel[grid](*args, **named)`` of a `triton.jit` function, on the device of its first tensor and
+    that device's current stream.
 
-    ``args`` are its run-time arguments, in order; ``named`` its constants and launch options. Of a
+    ``args`` are its run-time arguments, in order, a tensor first; ``named`` its constants and launch
+    options. The second and third axis of ``grid`` are counts of batch, heads or slots. Of a
     kind are launches that Triton runs by one compiled kernel: the device, constants and options are
     the same, every tensor has the same dtype and stands as even (at a multiple of 16 bytes or not),
     and every int is as long and as even, or 1. What a kernel does not specialise on may tell kinds
     apart here, never the other way round.
     """
+    here, there = _current_device(), args[0].get_device()
+    if there != here and there >= 0:
+        with torch.cuda.device(there):
+            return dispatch(kernel, grid, *args, **named)
+    if len(grid) > 1 and max(grid[1:]) > _MOST_ACROSS:
+        raise ShapeError(
+            f"batch times heads, or their blocks, come to {max(grid[1:])} programs along one axis of a "
+            f"launch, which takes {_MOST_ACROSS}: split the batch"
+        )
     kind = (
         id(kernel),
-        _current_device(),
+        here,
         *[
             a.dtype
             if (of := type(a)) is Tensor and not a.data_ptr() & 15
