@@ -99,7 +99,8 @@ def try_out(call: dict[str, Any], device: torch.device = CPU) -> None:
     grid, tile, heads = call["grid"], call["tile"], {"heads": 4, "kv_heads": call["kv_heads"]}
     rule = random_rule(call)
     try:
-        check(rule, grid, tile, device, **heads)
+        if check(rule, grid, tile, device, **heads) is None:
+            reject()
     except fs.errors.RuleError as error:
         assert "at index -" in str(error)
         reject()
@@ -128,6 +129,16 @@ def try_out(call: dict[str, Any], device: torch.device = CPU) -> None:
 @given(odd_calls())
 def test_odd_rules_give_what_they_give_line_by_line(traced: None, call: dict[str, Any]) -> None:
     try_out(call)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 10**6])
+def test_a_map_is_judged_in_parts(
+    at_once: int, traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of which goes on where the one before it ended; one tile is a part too."""
+    monkeypatch.setattr(fused, "TILES_AT_ONCE", at_once)
+    codes = check(GALLERY["by head"], fs.Grid(200, 200), (64, 48), heads=4)
+    assert codes is not None and len(codes.unique()) > 1
 
 
 @pytest.mark.slow
@@ -243,7 +254,8 @@ def test_errors_at_one_pair_still_show(traced: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in GALLERY if n != "none"])
 def test_a_compiled_judge_says_the_same(name: str, anew: None, device: torch.device) -> None:
-    check(GALLERY[name], fs.Grid(LENGTH, LENGTH, batch=2), (64, 64), device, heads=4)
+    codes = check(GALLERY[name], fs.Grid(LENGTH, LENGTH, batch=2), (64, 64), device, heads=4)
+    assert (codes is None) is (name == "none")
 
 
 @pytest.mark.gpu
@@ -251,7 +263,7 @@ def test_a_compiled_judge_says_the_same(name: str, anew: None, device: torch.dev
 def test_a_compiled_judge_of_the_gallery_says_the_same(
     name: str, anew: None, device: torch.device
 ) -> None:
-    check(RULES[name], fs.Grid(200, 200), (16, 32), device, heads=4)
+    assert check(RULES[name], fs.Grid(200, 200), (16, 32), device, heads=4) is not None
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +278,27 @@ def check_rewriting(
             want[:, :, at.cpu()] = now[:, :, at.cpu()]
             got = got[..., : want.shape[-1]]
         assert torch.equal(got.cpu(), want)
+
+
+class OfADevice(Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some rows"])
+def test_lists_that_a_kernel_rewrites_count_as_changed(
+    some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which torch, whose count it is, knows nothing: a backward would read other tiles."""
+    kernel = SimpleNamespace(writes_whole=lambda _: True, fill=lambda *_: None)
+    monkeypatch.setattr(rows, "_kernel", lambda *_: kernel)
+    indices = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    g, lists = Geometry(32, 32, 16, 16, 16, 16), Lists(1, 1, 1, 1)
+    into = rows.row_tiles(indices, 2, None, g, lists)
+    before = [x._version for x in into]
+    at = torch.tensor([1]) if some else None
+    rows.rewrite(indices.as_subclass(OfADevice), 2, None, g, lists, into, at)
+    changed = [now._version > then for now, then in zip(into, before, strict=True)]
+    assert changed == [True] * 4 + [not some] * 2
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -46,6 +46,8 @@ BUILDS_BEFORE = 8
 # Tiles judged at once.
 TILES_AT_ONCE = 2**26
 _NARROW = ("torch.float16", "torch.bfloat16", "torch.float8")
+# Stands for the first of the tiles that a kernel counts, where it is told which to judge.
+_NAMED = -1
 # A length that no constant of a rule's code is likely to be, for the tiles of a trace.
 _TRACED_TILES = 1009
 # Of span, its tiles, a cut, and heads; behind them the lengths of tables.
@@ -91,10 +93,15 @@ class FusedJudge(NamedTuple):
     def every(self) -> Tensor:
         """int8 ``[B, H, R, C]``: the code of each tile."""
         rows, columns = self.span.tiles
-        # Whatever they hold: a kernel counts them itself, as it would else wait for another that does.
-        cells = torch.empty(self.tiles, dtype=torch.int64, device=self.device)
         cut = Cut(columns, 1, 0, self.span.q_tile)
-        return self._asked(cells, cut, counted=True).view(*self.lists, rows, columns)
+        parts = []
+        for begin in range(0, self.tiles, TILES_AT_ONCE):
+            # Whatever these hold: the kernel counts, which else would wait for another that does.
+            count = min(TILES_AT_ONCE, self.tiles - begin)
+            cells = torch.empty(count, dtype=torch.int64, device=self.device)
+            parts.append(self._run(cells, self._numbers(cut, begin)))
+        codes = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return codes.view(*self.lists, rows, columns)
 
     def __call__(self, cells: Tensor, wide: int, size: int) -> Tensor:
         """int8 ``[n]``: codes of stretches of ``size`` columns, ``wide`` to a row of tiles.
@@ -118,9 +125,12 @@ class FusedJudge(NamedTuple):
         code = torch.where(mixed, PARTIAL, whole)
         return torch.where(most == MAY_FAIL, MAY_FAIL, code).to(torch.int8)
 
-    def _asked(self, cells: Tensor, cut: Cut, *, counted: bool = False) -> Tensor:
+    def _numbers(self, cut: Cut, begin: int = _NAMED) -> Tensor:
         sizes = (*self.span, *self.span.tiles, *cut, self.lists[1], *self.lengths)
-        numbers = _numbers((counted, *sizes), self.device)
+        return _on_device((begin, *sizes), self.device)
+
+    def _asked(self, cells: Tensor, cut: Cut) -> Tensor:
+        numbers = self._numbers(cut)
         if cells.numel() <= TILES_AT_ONCE:
             return self._run(cells, numbers)
         return torch.cat([self._run(part, numbers) for part in cells.split(TILES_AT_ONCE)])
@@ -218,7 +228,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
@@ -240,8 +250,9 @@ def _compiled(
 
     def judged(cells: Tensor, numbers: Tensor, *read: Tensor) -> Tensor:
         # How many there are would be a constant of a trace.
-        own = torch.arange(cells.shape[0], device=cells.device)
-        found: Tensor = traced(torch.where(numbers[0] != 0, own, cells), numbers[1:], *read)
+        counted = numbers[0] + torch.arange(cells.shape[0], device=cells.device)
+        cells = torch.where(numbers[0] == _NAMED, cells, counted)
+        found: Tensor = traced(cells, numbers[1:], *read)
         return found
 
     return as_kernel(judged)

@@ -79,6 +79,8 @@ def rewrite(
             if not kernel.writes_whole(geometry):
                 into.bits.zero_()
         kernel.fill(indices, candidates, codes, geometry, lists, into, at)
+        # A backward that was to read what they held before is refused, as after torch's own writes.
+        torch.autograd.graph.increment_version(into[:4] if at is not None else into)
         return
     capacity = into.partial_idx.shape[-1]
     words = at is None and into.words.numel() > 0
