@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from flexsparse.ahead import Ahead, Terms
@@ -16,8 +15,8 @@ from flexsparse.errors import ArgumentError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.columns import Room, column_tiles
-from flexsparse.kernels.compress import expand
-from flexsparse.kernels.rows import no_words, pack_bits
+from flexsparse.kernels.rows import no_words
+from flexsparse.kernels.tile_bits import tile_bits
 from flexsparse.layout import Layout
 from flexsparse.program import offset_kind
 from flexsparse.selection import Selection
@@ -66,16 +65,22 @@ def chunk_ahead(ahead: Ahead, terms: Terms, start: int) -> Ahead:
         lists = [_cut(x, terms, start) for x in ahead.lists[:4]]
         if len(ahead.lists) > 4:
             rows, columns = terms.span.tiles
-            lists += column_tiles(_bits(lists, columns), columns, Room(rows, rows))[:4]
+            lists += column_tiles(tile_bits(lists, columns), columns, Room(rows, rows))[:4]
     return Ahead(ahead.versions, ahead.tables._replace(offset=offset), codes, lists)
 
 
 @lasting
 def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layout:
-    """The rows of ``layout`` that a chunk with ``terms`` has, from query ``start`` on.
+    """The rows of ``layout`` that a chunk with ``terms`` has, from query ``start`` on; outdated once that
+    is written anew.
 
     Where single queries decide (a fallback, ``empty="error"``, ``sanitize``) its pairs are asked anew.
     """
+    cut = _cut_out(layout, terms, ahead, start)
+    return replace(cut, versions=cut.versions.and_of(layout.kv_num_blocks))
+
+
+def _cut_out(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layout:
     program, grid, select = terms.program, terms.grid, layout.select
     if select is not None:
         first = start // select.q_block
@@ -92,7 +97,7 @@ def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layo
     by_row = [_cut(x, terms, start) for x in layout.by_row]
     columns = None
     if terms.columns != 0:
-        columns = by_column(terms, _bits(by_row, terms.span.tiles[1]))
+        columns = by_column(terms, tile_bits(by_row, terms.span.tiles[1]))
     tables = program.tables(ahead.tables, words)
     return assembled(terms, ahead, select, tables, by_row, columns)
 
@@ -101,8 +106,3 @@ def _cut(by_row: Tensor, terms: Terms, start: int) -> Tensor:
     """The chunk's rows of tiles of ``[B, H, R, …]``."""
     first = start // terms.logical_span.q_tile
     return by_row[:, :, first : first + terms.span.tiles[0]].contiguous()
-
-
-def _bits(lists: list[Tensor], columns: int) -> Tensor:
-    maps = [expand(lists[0], lists[1], columns), expand(lists[2], lists[3], columns)]
-    return pack_bits(torch.stack(maps))

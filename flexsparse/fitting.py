@@ -91,8 +91,11 @@ def check_tensors(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
                 "for it"
             )
     if q.dtype != plan.dtype or q.device != plan.device:
+        cast = ""
+        if q.dtype is autocast_dtype(q.device):
+            cast = ", to which torch.autocast casts here"
         raise ShapeError(
-            f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}: "
+            f"this plan was made for {plan.dtype} on {plan.device}, got {q.dtype} on {q.device}{cast}: "
             "make a plan for it"
         )
 

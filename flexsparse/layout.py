@@ -128,8 +128,9 @@ class Layout(Shown):
         """Raises `LayoutError` where a tensor has changed that the tiles depend on."""
         if not self.versions.current:
             raise LayoutError(
-                "a tensor of the rule, q_offset or selection has changed since this layout was made, "
-                "and its tiles with it: make the layout anew, with plan.layout or build_layout"
+                "a tensor of the rule, q_offset or selection has changed since this layout was made, or the "
+                "layout that it is cut from was written anew, and its tiles with that: make it anew, with "
+                "plan.layout, plan.chunk or build_layout"
             )
 
     @property

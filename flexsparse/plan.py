@@ -96,8 +96,10 @@ class Plan(Shown):
         With ``into``, an earlier layout of this plan, it is written into the tensors of that one, which
         is returned and stands for ``select`` from then on: a captured graph that reads them sees the
         new tiles. If of all rows of the selection only ``rows`` have other candidates (a range or an
-        int tensor ``[n]``, -1 for none), only the tiles that they meet are written. Not between a forward
-        and its backward, which read the same tensors: there torch refuses.
+        int tensor ``[n]``, -1 for none), only the tiles that they meet are written. Chunks of it are
+        outdated then, and `Result.budget` counts it as it is. Not between a forward and its backward, which
+        read the same tensors: there torch refuses, save where activation checkpointing runs the forward
+        again, of what stands there by then.
         """
         check_select(self, select)
         ahead = self._looked_ahead()
@@ -123,7 +125,8 @@ class Plan(Shown):
 
         For sequences that grow within ``kv_len``, the capacity of k and v: ``q_offset``, an int tensor
         on the device, is added to in place, and the layout written anew in its own tensors, for
-        ``select`` or for its present selection. ``by`` is an int or a tensor ``[B]``, and may be
+        ``select``, chosen for the new position, or for its present selection. To choose by a grid that reads
+        ``q_offset`` itself, advance first, then ``plan.layout(chosen, into=layout)``. ``by`` is an int or a tensor ``[B]``, and may be
         negative. All of it can stand in a CUDA graph, once it has run outside. Other layouts of this
         plan are outdated from then on: ``plan.layout(select, into=other)`` brings them along.
 

@@ -167,6 +167,8 @@ def make_plan(
         took = timed_ms(tried, q, k, v)
         best, other = sorted(range(2), key=lambda i: took[i])
         said = [f"{weighed[i]} predicted, {took[i]:.3g} ms measured" for i in (best, other)]
+        said += remarks(BACKENDS[weighed[best].backend], call)
+        said += [_SPREAD] if _SPREAD in tried[best].reasons else []
         return replace(tried[best], selector=selector, reasons=tuple(said))
     if weighed:
         chosen, size = BACKENDS[weighed[0].backend], weighed[0].tile

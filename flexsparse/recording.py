@@ -343,7 +343,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith("t") and value.ndim:
             self.refuse(_SLICED, spot)
         if value.ndim > 4 or any(
-            n not in (1, p) for n, p in zip(value.shape[::-1], (7, 5, 3, 2), strict=False)
+            n not in (1, p) for n, p in zip(value.shape[::-1], PROBE["score"][::-1], strict=False)
         ):
             self.refuse(_SLICED, spot)
         return name

@@ -32,7 +32,10 @@ class Result(NamedTuple):
         return Partial(self.out, self.lse)
 
     def budget(self) -> Budget:
-        """What the algorithm asked for, and what the backend that ran touched. Reads the device."""
+        """What the algorithm asked for, and what the backend that ran touched. Reads the device.
+
+        Counted from the layout as it is: ask before other candidates are written into it.
+        """
         return self.plan._budget(self.layout, self.lse is not None, self.out.requires_grad)
 
     def __repr__(self) -> str:

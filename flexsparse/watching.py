@@ -8,6 +8,7 @@ to see.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ _MISSING = object()
 # So many mods are remembered, each with what it holds.
 _KEPT = 16
 _watches: dict[int, Watch] = {}
+_lock = Lock()
 
 
 class Watch:
@@ -126,7 +128,8 @@ def watch(mod: Any) -> Watch | None:
     found = Watch(mod)
     if not found.whole:
         return None
-    _watches[id(mod)] = found
-    while len(_watches) > _KEPT:
-        _watches.pop(next(iter(_watches)), None)
+    with _lock:
+        _watches[id(mod)] = found
+        while len(_watches) > _KEPT:
+            del _watches[next(iter(_watches))]
     return found

@@ -1043,13 +1043,23 @@ def test_checkpointing() -> None:
         torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
 
 
-def test_a_second_derivative_is_refused_not_wrong() -> None:
+@pytest.mark.parametrize("backend", ["tiles", "gather"])
+def test_a_second_derivative_is_refused_not_wrong(backend: Any) -> None:
     q, k, v = qkv()
     q.requires_grad_()
-    out = fs.attention(q, k, v, rule=Causal())
+    indices = torch.zeros(1, 1, q.shape[2], 1, dtype=torch.int64)
+    select = fs.Selection.from_indices(indices, q_len=q.shape[2], kv_len=k.shape[2])
+    out = fs.attention(q, k, v, rule=Causal(), select=select, backend=backend)
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="tiles_backward"):
+    with pytest.raises(fs.FlexSparseError, match="gradients of gradients"):
         torch.autograd.grad(grad.sum(), q)
+
+
+def test_a_held_plan_names_autocast() -> None:
+    q, k, v = qkv()
+    plan = fs.make_plan(q, k, v, rule=Causal())
+    with torch.autocast("cpu"), pytest.raises(fs.FlexSparseError, match="torch.autocast casts"):
+        plan.run(q, k, v)
 
 
 @pytest.mark.parametrize("how", ["vmap", "grad", "jvp"])

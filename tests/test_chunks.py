@@ -137,6 +137,25 @@ def test_a_chunk_knows_when_it_is_outdated() -> None:
     torch.testing.assert_close(again.double(), true, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["tiles", "gather", "dense"])
+@pytest.mark.parametrize("fallback", [None, "self"])
+def test_a_chunk_is_outdated_by_what_is_written_into_its_whole(fallback: Any, backend: Any) -> None:
+    q, k, v = tensors(64, 64)
+    first, second = (drawn(64, 64, seed, kv_block=1) for seed in (0, 1))
+    options: dict[str, Any] = {"rule": Causal(), "fallback": fallback, "backend": backend}
+    plan = fs.make_plan(q, k, v, select=first, tile=16, **options)
+    layout = plan.layout(first)
+    chunk = plan.chunk(16, 64, layout=layout)
+    chunk.run(q[:, :, 16:], k, v)
+    plan.layout(second, into=layout)
+    with pytest.raises(fs.FlexSparseError, match="layout that it is cut from was written anew"):
+        chunk.run(q[:, :, 16:], k, v)
+    options.pop("backend")
+    true = fs.reference(q, k, v, select=second, **options).out[:, :, 16:]
+    again = plan.chunk(16, 64, layout=layout).run(q[:, :, 16:], k, v).out
+    torch.testing.assert_close(again.double(), true, atol=5e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "said"),
     [

@@ -186,6 +186,8 @@ def test_the_two_best_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [Way(1.0, "tiles", "identity", (64, 64)), Way(2.0, "gather", "identity", (64, 64))]
     monkeypatch.setattr(planning, "weighs", lambda call: True)
     monkeypatch.setattr(planning, "ways", lambda *args, **kwargs: both)
+    # What is to be known of a backend beside its speed is said here too.
+    monkeypatch.setattr(planning, "remarks", lambda backend, call: [f"{backend.name} is known"])
     asked: list[str] = []
 
     def took(call: Any, device: torch.device) -> float:
@@ -203,6 +205,7 @@ def test_the_two_best_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = fs.make_plan(q, k, v, **options)
         assert plan.backend == "gather" and len(asked) == 2
         assert "3 ms measured" in plan.reasons[0] and "7 ms measured" in plan.reasons[1]
+        assert plan.reasons[2:] == ("gather is known",)
     close = fs.reference(q, k, v, rule=Causal(), select=select).out
     torch.testing.assert_close(plan.run(q, k, v).out.double(), close, atol=1e-5, rtol=0)
 

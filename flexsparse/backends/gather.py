@@ -25,6 +25,7 @@ from flexsparse.address import Identity
 from flexsparse.backends import Call, Work
 from flexsparse.backends.candidates import Candidates
 from flexsparse.backends.gathered import BYTES_AT_ONCE, Gathered
+from flexsparse.backends.once import refuse_twice
 from flexsparse.backends.seen import seen_bits
 from flexsparse.backends.walk import computing
 from flexsparse.layout import Layout
@@ -248,3 +249,4 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
 
 
 gather_forward.register_autograd(_differentiate, setup_context=_keep)
+gather_backward.register_autograd(refuse_twice)

@@ -16,6 +16,7 @@ from torch.library import custom_op
 from flexsparse.address import FoldedHeads, Identity
 from flexsparse.backends import Call, Work
 from flexsparse.backends.dense import is_causal
+from flexsparse.backends.once import refuse_twice
 from flexsparse.program import MaskProgram
 from flexsparse.shapes import next_power_of_two
 
@@ -159,3 +160,4 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 member_forward.register_autograd(_differentiate, setup_context=_keep)
+member_backward.register_autograd(refuse_twice)

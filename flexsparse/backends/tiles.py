@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from flexsparse.backends import Call, Work
+from flexsparse.backends.once import refuse_twice
 from flexsparse.backends.tile_gradients import Backward
 from flexsparse.backends.walk import computing, steps, walk_of
 
@@ -145,3 +146,4 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
 
 
 tiles_forward.register_autograd(_differentiate, setup_context=_keep)
+tiles_backward.register_autograd(refuse_twice)

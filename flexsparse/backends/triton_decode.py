@@ -70,7 +70,7 @@ def _walk(
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
     if HAS_MASK:
-        mask += b * mask_b + lane_h * mask_h
+        mask += b * mask_b + lane_h.to(tl.int64) * mask_h
         mask_row = g * mask_g + i * mask_i
 
     masked = tl.load(some + b * some_b + lane_h * some_h)

@@ -167,7 +167,7 @@ def fused_judge(
     lists: tuple[int, int],
     device: torch.device,
 ) -> FusedJudge | None:
-    """The judge as one kernel, from the second build of its kind on; None where it has none.
+    """The judge as one kernel, once its kind has been built `BUILDS_BEFORE` times; None where it has none.
 
     ``tables`` are those of a program of a rule alone: of its offset, then of the rule.
     """

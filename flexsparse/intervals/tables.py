@@ -19,7 +19,7 @@ from flexsparse.intervals.interval import Interval, among
 
 # Widths up to 2 ** 5 have an entry for every place; wider ones for every block of as many.
 _LEVELS = 5
-# A table of more entries has a pyramid: two copies instead of six.
+# A table of more entries has a pyramid: of each bound one copy and a little instead of six.
 _LARGE = 2**24
 # Types in which torch finds the smaller of two everywhere; any other is kept as fp64.
 _ORDERED = frozenset(

@@ -42,12 +42,12 @@ def block_mass(
     scale: float,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """``q [B, Hq, Q, D]``, one key a window ``[B, Hkv, N, D]`` -> float32 ``[B, Hq / share, R, blocks]``.
+    """``q [B, Hq, Q, D]``, one key a window ``[B, Hkv, N, D]`` -> ``[B, Hq / share, R, blocks]``, fp32 or of fp64 fp64.
 
     Each query's softmax over the windows that it sees is added over the ``q_block`` queries of a row and
     over ``share`` neighbouring heads (one, a part of those of a KV head, or those of several); a block
-    has the weighted sum or the highest of the windows around it. ``position [B or 1, Q]`` int64. A query that sees no whole
-    window gives none.
+    has the weighted sum or the highest of the windows around it. ``position [B or 1, Q]`` int64 rises along
+    the queries of a row. A query that sees no whole window gives none.
 
     ``lse [B, Hq, Q]`` of these softmaxes, natural log and -inf where no window is seen, spares the pass
     that finds it.

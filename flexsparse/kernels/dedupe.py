@@ -8,7 +8,11 @@ from torch.library import custom_op
 
 
 def sorted_unique(indices: Tensor, limit: int, width: int) -> Tensor:
-    """``[..., K]`` any integers -> int32 ``[..., width]``: each in [0, limit) once, rising, then -1."""
+    """``[..., K]`` any integers -> int32 ``[..., width]``: each in [0, limit) once, rising, then -1.
+
+    ``width`` is at most K, and holds as many as there can be: ``min(K, limit)`` or more, or what is
+    known of them.
+    """
     if indices.is_cuda:
         run = torch.ops.flexsparse.sorted_unique if torch.compiler.is_compiling() else filled
         unique: Tensor = run(indices, limit, width)

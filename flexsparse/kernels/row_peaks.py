@@ -13,7 +13,7 @@ from flexsparse.shapes import ceil_div
 def row_peaks(
     q: Tensor, low: Tensor, high: Tensor | None, q_block: int, share: int, scale: float
 ) -> Tensor:
-    """``q [B, Hq, Q, D]``, summaries ``[B, Hkv, C, D]`` -> float32 ``[B, Hq / share, R, C]``.
+    """``q [B, Hq, Q, D]``, summaries ``[B, Hkv, C, D]`` -> ``[B, Hq / share, R, C]``, fp32 or of fp64 fp64.
 
     The highest of ``q . low``, or with ``high`` of the sum over channels of the larger of ``q * low`` and
     ``q * high``, among the ``q_block`` queries of a row and ``share`` neighbouring heads, times ``scale``.

@@ -88,7 +88,7 @@ def _forward(
     word_b, word_h, width, row_words, num_b, num_h, idx_b, idx_h, idx_r, full_b, full_h, full_r,
     heads, group, sharing, q_len, kv_len, scale,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * M
     lane = tl.program_id(1).to(tl.int64)
@@ -117,8 +117,9 @@ def _forward(
         column = listed(of_some, of_full, partial, slot)
         key = column * KV_TILE + step % STEPS * N + tl.arange(0, N)
         there = (key < kv_len)[:, None]
-        keys = tl.load(to_k + key[:, None] * k_s + d[None, :], mask=there, other=0.0)
-        values = tl.load(to_v + key[:, None] * v_s + e[None, :], mask=there, other=0.0)
+        place = (key.to(tl.int64) if FAR else key)[:, None]
+        keys = tl.load(to_k + place * k_s + d[None, :], mask=there, other=0.0)
+        values = tl.load(to_v + place * v_s + e[None, :], mask=there, other=0.0)
         seen = seen_by_row(own, first_row, row, key, width, row_words, kv_len, M, N, CAUSAL)
         scores = tl.where(seen, tl.dot(queries, tl.trans(keys)) * scale, float("-inf"))
         new = tl.maximum(peak, tl.max(scores, 1))
@@ -154,7 +155,7 @@ def forward(
         _forward, (ceil_div(q_len, m), batch * heads),
         q, k, v, out, lse, words.bits, *lists[:4], *strides_of(q, k, v, out), *lse.stride()[:2],
         *strides_of_words(words), *strides_of_lists(lists[:4]), *sizes_of(q, k, words),
-        scale * LOG2_E, M=m, N=n, **constants_of(q, v, words, tile), num_warps=warps,
+        scale * LOG2_E, M=m, N=n, **constants_of(q, k, v, words, tile), num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
     return out, lse
@@ -169,10 +170,14 @@ def sizes_of(q: Tensor, k: Tensor, words: Words) -> list[int]:
     return [q.shape[1], q.shape[1] // k.shape[1], words.sharing, q.shape[2], k.shape[2]]
 
 
-def constants_of(q: Tensor, v: Tensor, words: Words, tile: tuple[int, int]) -> dict[str, Any]:
+def constants_of(
+    q: Tensor, k: Tensor, v: Tensor, words: Words, tile: tuple[int, int]
+) -> dict[str, Any]:
+    # Keys of [B, S, H, D] may lie further from the first than an int32 counts.
+    far = any(x.shape[2] * x.stride(2) >= 2**31 for x in (k, v))
     of_tile = {"Q_TILE": tile[0], "KV_TILE": tile[1]}
     dims = {"D": q.shape[-1], "DV": v.shape[-1]}
-    return of_tile | dims | {"FOLD": words.fold, "CAUSAL": words.causal}
+    return of_tile | dims | {"FOLD": words.fold, "CAUSAL": words.causal, "FAR": far}
 
 
 def strides_of_words(words: Words) -> list[int]:

@@ -54,7 +54,7 @@ def _by_row(
     word_b, word_h, width, row_words, num_b, num_h, idx_b, idx_h, idx_r, full_b, full_h, full_r,
     heads, group, sharing, q_len, kv_len, scale, raw_scale,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
     THROUGH_LSE: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * M
@@ -94,8 +94,9 @@ def _by_row(
         column = listed(of_some, of_full, partial, slot)
         key = column * KV_TILE + step % STEPS * N + tl.arange(0, N)
         there = (key < kv_len)[:, None]
-        keys = tl.load(to_k + key[:, None] * k_s + d[None, :], mask=there, other=0.0)
-        values = tl.load(to_v + key[:, None] * v_s + e[None, :], mask=there, other=0.0)
+        place = (key.to(tl.int64) if FAR else key)[:, None]
+        keys = tl.load(to_k + place * k_s + d[None, :], mask=there, other=0.0)
+        values = tl.load(to_v + place * v_s + e[None, :], mask=there, other=0.0)
         seen = seen_by_row(own, first_row, row, key, width, row_words, kv_len, M, N, CAUSAL)
         scores = tl.dot(queries, tl.trans(keys))
         weight = tl.exp2(tl.where(seen, scores * scale - base[:, None], float("-inf")))
@@ -115,7 +116,7 @@ def _by_column(
     word_b, word_h, width, row_words, num_b, num_h, idx_b, idx_h, idx_c, full_b, full_h, full_c,
     heads, group, sharing, q_len, kv_len, scale, raw_scale,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     first_key = tl.program_id(0) * N
     lane = tl.program_id(1).to(tl.int64)
@@ -126,7 +127,7 @@ def _by_column(
     there = (key < kv_len)[:, None]
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
-    place = key[:, None].to(tl.int64)
+    place = (key.to(tl.int64) if FAR else key)[:, None]
     keys = tl.load(k + b * k_b + g * k_h + place * k_s + d[None, :], mask=there, other=0.0)
     values = tl.load(v + b * v_b + g * v_h + place * v_s + e[None, :], mask=there, other=0.0)
     at = first_key // KV_TILE
@@ -180,7 +181,7 @@ def backward(
     bases, delta = torch.empty_like(lse), torch.empty_like(lse)
     strides = [*strides_of(q, k, v, out), *lse.stride()[:2]]
     sizes = [*sizes_of(q, k, words), scale * LOG2_E, scale]
-    constants = constants_of(q, v, words, tile)
+    constants = constants_of(q, k, v, words, tile)
     m, n, warps, stages = BY_ROW
     dispatch(
         _by_row, (ceil_div(q.shape[2], m), q.shape[0] * q.shape[1]),
