@@ -334,6 +334,9 @@ def test_the_kernels_are_their_twins(
         assert torch.equal(ours, theirs.cpu())
     bare = rows.row_tiles(indices.cuda(), candidates, None, g, lists, words=False)
     assert bare.words.numel() == 0
+    plain = rows.row_tiles(indices, candidates, None, g, lists, words=False)
+    for ours, theirs in zip(plain[:5], bare[:5], strict=True):
+        assert torch.equal(ours, theirs.cpu())
     for room in {columns.Room(1, 1), columns.Room(1, 6), columns.Room(*[g.tiles[0]] * 2)}:
         turned = columns.column_tiles(made.bits, g.tiles[1], room)
         there_turned = columns.column_tiles(there.bits, g.tiles[1], room)

@@ -21,8 +21,9 @@ from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.settling import settled
 
-# Layers and steps ask the same: a model has a few rules and lengths.
+# Layers and steps ask the same: a model has a few rules and lengths. Of long ones a map is a byte a block.
 _KEPT = 32
+_BYTES = 2**28
 _lock = Lock()
 _found: OrderedDict[tuple[object, ...], tuple[list[Any], Tensor]] = OrderedDict()
 
@@ -46,7 +47,7 @@ def reach(
     reached = _judged(rule, grid, heads, span, device)
     with _lock:
         _found[key] = keep, reached
-        if len(_found) > _KEPT:
+        while len(_found) > _KEPT or sum(map_.nbytes for _, map_ in _found.values()) > _BYTES:
             _found.popitem(last=False)
     return reached.clone()
 

@@ -52,8 +52,8 @@ def lines_of(
 @triton.jit
 def write_tiles(
     last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
-    lanes, rows, columns, r, out, slot, exists,
-    HAS_CODES: tl.constexpr, HAS_BITS: tl.constexpr, WHOLE: tl.constexpr, CAPACITY: tl.constexpr,
+    lanes, rows, columns, capacity, r, out, slot, exists,
+    HAS_CODES: tl.constexpr, HAS_BITS: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of slots of which the ``last`` of each tile speaks for it, rising: tiles met with the rule's codes,
     as bits and lists of row ``out``."""
@@ -80,29 +80,30 @@ def write_tiles(
             tl.atomic_or(bits + where, mark, mask=partial, sem="relaxed")
             tl.atomic_or(bits + lanes * rows * in_row + where, mark, mask=full, sem="relaxed")
 
-    _write_list(partial_num, partial_idx, partial, tile, out, slot, exists, CAPACITY)
-    _write_list(full_num, full_idx, full, tile, out, slot, exists, CAPACITY)
+    _write_list(partial_num, partial_idx, partial, tile, out, slot, exists, capacity, WIDTH)
+    _write_list(full_num, full_idx, full, tile, out, slot, exists, capacity, WIDTH)
 
 
 @triton.jit
-def _write_list(num, idx, listed, tile, out, slot, exists, CAPACITY: tl.constexpr):
+def _write_list(num, idx, listed, tile, out, slot, exists, capacity, WIDTH: tl.constexpr):
     one = listed.to(tl.int32)
     count = tl.sum(one, 1)[:, None]
     tl.store(num + out, count, mask=exists)
-    tl.store(idx + out * CAPACITY + tl.cumsum(one, 1) - 1, tile, mask=listed)
-    unused = (slot >= count) & (slot < CAPACITY) & exists
-    tl.store(idx + out * CAPACITY + slot, 0, mask=unused)
+    tl.store(idx + out * capacity + tl.cumsum(one, 1) - 1, tile, mask=listed)
+    for start in range(0, capacity, WIDTH):
+        unused = start + slot
+        tl.store(idx + out * capacity + unused, 0, mask=(unused >= count) & (unused < capacity) & exists)
 
 
 @triton.jit
 def _merge(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, at,
     sel_rows, kept, rows, listed_rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
-    code_heads, stride_b, stride_h, stride_r, stride_k,
+    code_heads, capacity, stride_b, stride_h, stride_r, stride_k,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr,
     WHOLE: tl.constexpr, FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr,
-    INSIDE: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    INSIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     exists = job < lanes * listed_rows
@@ -149,7 +150,7 @@ def _merge(
 
     write_tiles(
         last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
-        lanes, rows, columns, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, CAPACITY,
+        lanes, rows, columns, capacity, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, WIDTH,
     )  # fmt: skip
 
 
@@ -169,8 +170,7 @@ def fill(
     listed_rows = rows if at is None else len(at)
     steps = max(1, geometry.kv_block // geometry.kv_tile)
     steps = min(steps, columns)
-    capacity = into.partial_idx.shape[-1]
-    width = next_power_of_two(max(2, kept * steps, capacity))
+    width = next_power_of_two(max(2, kept * steps))
     together = max(1, _NUMBERS_A_PROGRAM // width)
     lanes = lists.batch * lists.heads
     dispatch(
@@ -178,13 +178,13 @@ def fill(
         indices, codes if codes is not None else indices, into.words,
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
-        *indices.stride(),
+        into.partial_idx.shape[-1], *indices.stride(),
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
         HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
         WHOLE=writes_whole(geometry), FOLD=lists.fold,
         TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
-        CAPACITY=capacity, ROWS=together, WIDTH=width,
+        ROWS=together, WIDTH=width,
         num_warps=max(1, min(8, together * width // 128)),
     )  # fmt: skip

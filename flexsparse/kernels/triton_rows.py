@@ -26,12 +26,12 @@ def writes_whole(geometry: Geometry) -> bool:
 def _rows(
     indices, codes, words, partial_num, partial_idx, full_num, full_idx, bits, these,
     sel_rows, kept, rows, columns, lanes, candidates, q_len, kv_len,
-    sel_heads, query_heads, list_heads, code_heads,
+    sel_heads, query_heads, list_heads, code_heads, capacity,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_THESE: tl.constexpr,
     FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
-    COLUMNS: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     if HAS_THESE:
@@ -88,7 +88,6 @@ def _rows(
         partial = touched & (~full)
 
     out = lane.to(tl.int64) * rows + r
-    slot = tl.arange(0, SLOTS)
     width: tl.constexpr = COLUMNS // 32
     w = tl.arange(0, width)
     in_row = (columns + 31) // 32
@@ -98,8 +97,10 @@ def _rows(
     at = tl.cumsum(listed, 0) - 1
     count = tl.sum(listed, 0)
     tl.store(partial_num + out, count)
-    tl.store(partial_idx + out * CAPACITY + at, column, mask=partial)
-    tl.store(partial_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
+    tl.store(partial_idx + out * capacity + at, column, mask=partial)
+    for start in range(0, capacity, COLUMNS):
+        slot = start + column
+        tl.store(partial_idx + out * capacity + slot, 0, mask=(slot >= count) & (slot < capacity))
     if HAS_BITS:
         word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
         tl.store(bits + out * in_row + w, word, mask=w < in_row)
@@ -108,8 +109,10 @@ def _rows(
     at = tl.cumsum(listed, 0) - 1
     count = tl.sum(listed, 0)
     tl.store(full_num + out, count)
-    tl.store(full_idx + out * CAPACITY + at, column, mask=full)
-    tl.store(full_idx + out * CAPACITY + slot, 0, mask=(slot >= count) & (slot < CAPACITY))
+    tl.store(full_idx + out * capacity + at, column, mask=full)
+    for start in range(0, capacity, COLUMNS):
+        slot = start + column
+        tl.store(full_idx + out * capacity + slot, 0, mask=(slot >= count) & (slot < capacity))
     if HAS_BITS:
         word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
         tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=w < in_row)
@@ -127,7 +130,6 @@ def fill(
     """Writes ``into``, whose words are clear; with ``at`` the lists of these rows alone."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
-    capacity = into.partial_idx.shape[-1]
     at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(geometry.rows_per_tile * kept)))
     width = max(32, next_power_of_two(columns))
     dispatch(
@@ -136,6 +138,7 @@ def fill(
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, columns,
         lists.batch * lists.heads, candidates, geometry.q_len, geometry.kv_len, heads,
         lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
+        into.partial_idx.shape[-1],
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
         HAS_BITS=at is None and into.bits.numel() > 0, HAS_THESE=at is not None, FOLD=lists.fold,
@@ -143,6 +146,6 @@ def fill(
         KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
         Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,
         ROWS=geometry.rows_per_tile, STEPS=geometry.tiles_per_candidate, AT_ONCE=at_once,
-        COLUMNS=width, CAPACITY=capacity, SLOTS=next_power_of_two(capacity),
+        COLUMNS=width,
         num_warps=4 if geometry.rows_per_tile * kept < 4096 else 8,
     )  # fmt: skip

@@ -75,11 +75,11 @@ def _byte_of(number, first, MET: tl.constexpr):
 def _sorted(
     given, codes, words, partial_num, partial_idx, full_num, full_idx, bits, at,
     sel_rows, kept, rows, listed_rows, columns, lanes, candidates, sel_heads, query_heads, list_heads,
-    code_heads, stride_b, stride_h, stride_r, stride_k,
+    code_heads, capacity, stride_b, stride_h, stride_r, stride_k,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr, WHOLE: tl.constexpr,
     FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, MET: tl.constexpr, STEPS: tl.constexpr,
-    INSIDE: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    INSIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     exists = job < lanes * listed_rows
@@ -137,7 +137,7 @@ def _sorted(
         covered = last
     write_tiles(
         last, covered, tile, codes, code_line, partial_num, partial_idx, full_num, full_idx, bits,
-        lanes, rows, columns, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, CAPACITY,
+        lanes, rows, columns, capacity, r, out, slot, exists, HAS_CODES, HAS_BITS, WHOLE, WIDTH,
     )  # fmt: skip
 
 
@@ -157,8 +157,7 @@ def fill(
     listed_rows = rows if at is None else len(at)
     steps = min(max(1, geometry.kv_block // geometry.kv_tile), columns)
     met = geometry.rows_per_tile
-    capacity = into.partial_idx.shape[-1]
-    width = next_power_of_two(max(2, met * kept * steps, capacity))
+    width = next_power_of_two(max(2, met * kept * steps))
     together = max(1, _NUMBERS_A_PROGRAM // width)
     lanes = lists.batch * lists.heads
     dispatch(
@@ -166,13 +165,13 @@ def fill(
         given, codes if codes is not None else given, into.words,
         *into[:4], into.bits, given if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
-        *given.stride(),
+        into.partial_idx.shape[-1], *given.stride(),
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
         HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
         WHOLE=writes_whole(geometry), FOLD=lists.fold,
         TILES_DOWN=max(1, min(geometry.q_block // geometry.q_tile, rows)), MET=met, STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
-        CAPACITY=capacity, ROWS=together, WIDTH=width,
+        ROWS=together, WIDTH=width,
         num_warps=max(1, min(8, together * width // 128)),
     )  # fmt: skip
