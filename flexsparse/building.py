@@ -54,7 +54,7 @@ from flexsparse.program import mask_program
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.selection import Selection
 from flexsparse.tracing import naming
-from flexsparse.versions import Versions
+from flexsparse.versions import Versions, Writes
 
 
 def build_layout(
@@ -198,7 +198,7 @@ def assembled(
     order: Order | None = None,
 ) -> Layout:
     """What was found, as a layout; ``by_row`` are counts and indices of partial tiles, then of full."""
-    address = terms.program.address
+    address, writes = terms.program.address, Writes()
     made = Layout(
         grid=terms.grid,
         heads=(address.heads, address.kv_heads),
@@ -215,7 +215,8 @@ def assembled(
         seen_keys=seen_keys,
         select=select,
         element=terms.element,
-        versions=versions_of(ahead, select),
+        versions=versions_of(ahead, select).and_of(writes),
+        writes=writes,
         order=order,
     )
     return made if terms.cuts is None else made.cut(terms.cuts)

@@ -77,7 +77,7 @@ def chunk_layout(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layo
     Where single queries decide (a fallback, ``empty="error"``, ``sanitize``) its pairs are asked anew.
     """
     cut = _cut_out(layout, terms, ahead, start)
-    return replace(cut, versions=cut.versions.and_of(layout.kv_num_blocks))
+    return replace(cut, versions=cut.versions.and_of(layout.writes))
 
 
 def _cut_out(layout: Layout, terms: Terms, ahead: Ahead, start: int) -> Layout:

@@ -31,7 +31,7 @@ from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.shown import Shown
 from flexsparse.trees import register
-from flexsparse.versions import Versions
+from flexsparse.versions import Versions, Writes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -69,6 +69,8 @@ class Layout(Shown):
     select: Selection | None
     element: Element
     versions: Versions
+    # Shared by all that share its lists.
+    writes: Writes
     cuts: Cuts | None = None
     launches: Launches | None = None
     order: Order | None = None
@@ -129,14 +131,19 @@ class Layout(Shown):
         if not self.versions.current:
             raise LayoutError(
                 "a tensor of the rule, q_offset or selection has changed since this layout was made, or the "
-                "layout that it is cut from was written anew, and its tiles with that: make it anew, with "
+                "layout that its lists are of was written anew, and its tiles with that: make it anew, with "
                 "plan.layout, plan.chunk or build_layout"
             )
+
+    def stands(self, read: Versions) -> bool:
+        """Whether it is current, and was made from what is in the state of ``read``."""
+        return self.versions.extends(read) and self.versions.current
 
     @property
     def block_mask(self) -> BlockMask:
         """torch's BlockMask: its mask_mod holds rule, membership and fallback, so that a kernel
-        that ignores the lists is still right."""
+        that ignores the lists is still right. It shares lists that are as wide as there are tiles:
+        ask for another once this layout is written anew."""
         whole = self.with_columns() if self.may_lack_rows else self
         lists = widened(whole.lists, self.span)
         return as_block_mask(lists, self.span[:2], self.block_size, self.mask_mod)
@@ -227,9 +234,14 @@ class Layout(Shown):
             launches = self.launches.to(device)
         tables = [t.to(device) for t in self.tables]
         order = tree_map_only(Tensor, lambda t: t.to(device), self.order)
+        writes = self.writes
+        if tensors["kv_num_blocks"] is not self.kv_num_blocks:
+            writes = Writes()
+        versions = self.versions.instead(self.writes, writes)
         return replace(
-            self, **tensors, tables=tables, columns=columns, launches=launches, order=order
-        )
+            self, **tensors, tables=tables, columns=columns, launches=launches, order=order,
+            writes=writes, versions=versions,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         b, h = self.kv_indices.shape[:2]

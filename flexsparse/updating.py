@@ -45,7 +45,8 @@ def update(
         both = (tree_leaves(x.launches) for x in (layout, layout.cut(layout.cuts)))
         _copy_all(*([t for t in leaves if t is not None] for leaves in both))
     object.__setattr__(layout, "select", select)
-    object.__setattr__(layout, "versions", versions_of(ahead, select))
+    layout.writes.count()
+    object.__setattr__(layout, "versions", versions_of(ahead, select).and_of(layout.writes))
 
 
 def check_rows(rows: Rows, select: Selection, device: torch.device) -> None:

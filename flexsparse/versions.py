@@ -20,6 +20,17 @@ class Counted(Protocol):
 State = tuple[object, ...]
 
 
+class Writes:
+    """How often the tensors of a layout have been written anew, by it or by another that shares them."""
+
+    _version = 0
+
+    def count(self) -> None:
+        # Compiled code would compile again for each number.
+        if not torch.compiler.is_compiling():
+            self._version += 1
+
+
 def state_of(held: Counted) -> State:
     """How often it has changed, and what of a tensor another ``.data`` changes without a count."""
     if not isinstance(held, Tensor):
@@ -49,6 +60,22 @@ class Versions:
         if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.is_inference()):
             return self
         return Versions((*self.tensors, held), (*self.states, state_of(held)))
+
+    def instead(self, old: Counted, new: Counted) -> Versions:
+        """The same of ``new`` in the place of ``old``, as current as that was."""
+        held = [new if t is old else t for t in self.tensors]
+        states = [
+            state_of(new) if t is old and state == state_of(old) else state
+            for t, state in zip(self.tensors, self.states, strict=True)
+        ]
+        return Versions(tuple(held), tuple(states))
+
+    def knows(self, held: Counted) -> bool:
+        """Whether ``held`` is in the state it was in."""
+        return any(
+            t is held and state_of(t) == state
+            for t, state in zip(self.tensors, self.states, strict=True)
+        )
 
     def extends(self, other: Versions) -> bool:
         """Whether all that ``other`` speaks of is here too, and was in the same state."""

@@ -1055,6 +1055,45 @@ def test_a_second_derivative_is_refused_not_wrong(backend: Any) -> None:
         torch.autograd.grad(grad.sum(), q)
 
 
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("asked", ["lse", "score", "sink", "plain"])
+@pytest.mark.parametrize("backend", ["dense", "tiles", "gather"])
+def test_what_changes_before_its_backward_is_refused_or_was_copied(
+    backend: Any, asked: str, which: int
+) -> None:
+    """In whichever way a backend finds its gradients: never those of other numbers."""
+    leaves = [x.requires_grad_() for x in qkv()]
+    indices = torch.arange(leaves[0].shape[2])[None, None, :, None]
+    options: dict[str, Any] = {"rule": Causal(), "select": fs.Selection.from_indices(
+        indices, q_len=leaves[0].shape[2], kv_len=leaves[1].shape[2]
+    ), "return_lse": asked == "lse"}  # fmt: skip
+    if asked == "score" and backend != "gather":
+        options["score"] = Alibi(torch.linspace(0.1, 1, leaves[0].shape[1]))
+    elif asked == "sink":
+        options["sink"] = torch.zeros(leaves[0].shape[1])
+
+    def loss(found: Any) -> Tensor:
+        return sum((x.double().square().sum() for x in found), torch.zeros(()))
+
+    def given(changes: bool) -> list[Tensor]:
+        read = [x * 1 for x in leaves]
+        found = fs.attention(*read, **options, backend=backend)
+        total = loss(found if isinstance(found, tuple) else (found,))
+        if changes:
+            with torch.no_grad():
+                read[which].mul_(2)
+        return list(torch.autograd.grad(total, leaves))
+
+    true = given(False)
+    try:
+        got = given(True)
+    except (RuntimeError, fs.FlexSparseError) as error:
+        assert "inplace" in str(error) or "in place" in str(error)
+        return
+    for ours, theirs in zip(got, true, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_held_plan_names_autocast() -> None:
     q, k, v = qkv()
     plan = fs.make_plan(q, k, v, rule=Causal())

@@ -148,7 +148,7 @@ def test_a_chunk_is_outdated_by_what_is_written_into_its_whole(fallback: Any, ba
     chunk = plan.chunk(16, 64, layout=layout)
     chunk.run(q[:, :, 16:], k, v)
     plan.layout(second, into=layout)
-    with pytest.raises(fs.FlexSparseError, match="layout that it is cut from was written anew"):
+    with pytest.raises(fs.FlexSparseError, match="layout that its lists are of was written anew"):
         chunk.run(q[:, :, 16:], k, v)
     options.pop("backend")
     true = fs.reference(q, k, v, select=second, **options).out[:, :, 16:]

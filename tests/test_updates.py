@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -422,3 +424,75 @@ def test_a_layout_keeps_its_room_when_the_plan_has_come_to_more() -> None:
             grads.append(torch.autograd.grad(loss, (q, k, v)))
         for got, want in zip(*grads, strict=True):
             close(got, want)
+
+
+SHARED: dict[str, Any] = {
+    "copy": copy.copy,
+    "to": lambda layout: layout.to("cpu"),
+    "with columns": lambda layout: layout.with_columns(),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_shares_the_tensors_of_a_layout_is_outdated_with_it(kind: str) -> None:
+    """Whoever writes: the tensors hold one selection at a time, and only its layout may be run."""
+    q, k, v = tensors(64, 64)
+    first, second = (drawn(64, 64, seed, kv_block=1) for seed in (0, 1))
+    plan = fs.make_plan(q, k, v, rule=Causal(), select=first, tile=16, backend="tiles")
+
+    def right(layout: fs.Layout, select: fs.Selection) -> None:
+        true = fs.reference(q, k, v, rule=Causal(), select=select).out
+        torch.testing.assert_close(
+            plan.run(q, k, v, layout).out.double(), true, atol=5e-6, rtol=1e-5
+        )
+
+    def outdated(layout: fs.Layout) -> None:
+        with pytest.raises(fs.FlexSparseError, match="was written anew"):
+            plan.run(q, k, v, layout)
+        with pytest.raises(fs.FlexSparseError, match="was written anew"):
+            plan.layout(second, into=layout, rows=range(3))
+
+    for turned in (False, True):
+        layout = plan.layout(first)
+        other = SHARED[kind](layout)
+        right(other, first)
+        mine, theirs = (other, layout) if turned else (layout, other)
+        plan.layout(second, into=mine)
+        right(mine, second)
+        outdated(theirs)
+        # Written as a whole it is right again, and the other is not.
+        plan.layout(first, into=theirs)
+        right(theirs, first)
+        outdated(mine)
+
+
+def test_a_result_keeps_a_layout_that_is_outdated_with_the_one_given() -> None:
+    q, k, v = tensors(64, 64)
+    first, second = (drawn(64, 64, seed, kv_block=1) for seed in (0, 1))
+    plan = fs.make_plan(q, k, v, select=first, tile=16, backend="tiles")
+    layout = plan.layout(first)
+    turned = plan.run(q, k.requires_grad_(), v, layout).layout
+    assert turned is not layout
+    plan.layout(second, into=layout)
+    with pytest.raises(fs.FlexSparseError, match="was written anew"):
+        plan.run(q, k, v, turned)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "device"])
+def test_a_copy_with_tensors_of_its_own_is_not_outdated(how: str) -> None:
+    q, k, v = tensors(64, 64)
+    first, second = (drawn(64, 64, seed, kv_block=1) for seed in (0, 1))
+    plan = fs.make_plan(q, k, v, select=first, tile=16, backend="tiles")
+    layout = plan.layout(first)
+    made: dict[str, Callable[[fs.Layout], fs.Layout]] = {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        "device": lambda x: x.to("meta"),
+    }
+    other, was = made[how](layout), layout.dense()
+    plan.layout(second, into=layout)
+    assert other.versions.current and layout.versions.current
+    if how != "device":
+        assert torch.equal(other.dense(), was) and not torch.equal(layout.dense(), was)
+    before = [other.versions.knows(x.writes) for x in (other, layout)]
+    assert before == [True, False]

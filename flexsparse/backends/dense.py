@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from flexsparse.backends import Call, Work
 from flexsparse.backends.gathered import BYTES_AT_ONCE
@@ -23,6 +22,7 @@ from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.program import MaskProgram
+from flexsparse.recomputing import recomputed
 from flexsparse.tracing import Traced
 
 name = "dense"
@@ -125,7 +125,7 @@ def _in_parts(work: Work, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, T
     for first in range(0, q.shape[2], at_once):
         rows = slice(first, min(first + at_once, q.shape[2]))
         part = partial(_part, work, q[:, :, rows], k, v, seen[:, :, rows], first)
-        kept = partial(checkpoint, part, use_reentrant=False) if work.grads else part
+        kept = partial(recomputed, part, (q,)) if work.grads else part
         parts.append(kept(*work.score_tables))
     out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return out, lse if work.lse else None

@@ -92,7 +92,9 @@ def _write_list(num, idx, listed, tile, out, slot, exists, capacity, WIDTH: tl.c
     tl.store(idx + out * capacity + tl.cumsum(one, 1) - 1, tile, mask=listed)
     for start in range(0, capacity, WIDTH):
         unused = start + slot
-        tl.store(idx + out * capacity + unused, 0, mask=(unused >= count) & (unused < capacity) & exists)
+        tl.store(
+            idx + out * capacity + unused, 0, mask=(unused >= count) & (unused < capacity) & exists
+        )
 
 
 @triton.jit
