@@ -15,7 +15,7 @@ PACKAGE = Path(flexsparse.__file__).parent
 ROOT = PACKAGE.parent
 
 LAYERS = [
-    "errors shapes trees nested versions recomputing grid canvas device shown",
+    "errors shapes trees nested versions grid canvas device shown",
     "parameters recording lifting likeness settling watching tracing bounds rules scores kernels given selection resolve",
     "arguments merge reference conditioning",
     "address program coverage cutting ordering occupancy intervals selectors",

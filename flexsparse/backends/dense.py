@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from flexsparse.backends import Call, Work
 from flexsparse.backends.gathered import BYTES_AT_ONCE
@@ -22,7 +23,6 @@ from flexsparse.errors import BackendError
 from flexsparse.grid import Grid
 from flexsparse.layout import Layout
 from flexsparse.program import MaskProgram
-from flexsparse.recomputing import recomputed
 from flexsparse.tracing import Traced
 
 name = "dense"
@@ -124,15 +124,16 @@ def _in_parts(work: Work, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, T
     parts = []
     for first in range(0, q.shape[2], at_once):
         rows = slice(first, min(first + at_once, q.shape[2]))
-        part = partial(_part, work, q[:, :, rows], k, v, seen[:, :, rows], first)
-        kept = partial(recomputed, part, (q,)) if work.grads else part
-        parts.append(kept(*work.score_tables))
+        part = partial(_part, work, first)
+        # What it is given, torch holds against what it was when the backward computes it again.
+        kept = partial(checkpoint, part, use_reentrant=False) if work.grads else part
+        parts.append(kept(q[:, :, rows], k, v, seen[:, :, rows], *work.score_tables))
     out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return out, lse if work.lse else None
 
 
 def _part(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, first: int, *tables: Tensor
+    work: Work, first: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *tables: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries, and its lse."""
     dtype, out_dtype = computing(q), q.dtype

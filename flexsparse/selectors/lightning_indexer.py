@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flexsparse.arguments import tile_size
 from flexsparse.errors import ShapeError
 from flexsparse.grid import Grid
-from flexsparse.recomputing import recomputed
 from flexsparse.rules import MaskMod
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector, check_call, pooled
@@ -104,8 +104,8 @@ class LightningIndexer(Trained, Selector):
         for part, within in query_parts(grid, step, self._entries(k) + q.shape[1] * grid.kv_len):
             seen = None if select is None else _members(select, part)
             given: Any = (q[:, :, part], k, within, rule, seen, scale, budget)
-            # Only one part's scores are ever held.
-            made = recomputed(self._part_loss, (), *given)
+            # Computed again in backward: only one part's scores are ever held.
+            made: Tensor = checkpoint(self._part_loss, *given, use_reentrant=False)
             total = total + made * (within.q_len / grid.q_len)
         return total
 
