@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from flexsparse.address import Identity
 from flexsparse.ahead import Element, Terms, look_ahead
 from flexsparse.arguments import (
     Empty,
@@ -22,7 +23,7 @@ from flexsparse.arguments import (
     check_split,
     tile_size,
 )
-from flexsparse.backends import Call, member
+from flexsparse.backends import Backend, Call, member
 from flexsparse.choice import (
     ADDRESSES,
     BACKENDS,
@@ -48,7 +49,7 @@ from flexsparse.grid import Grid
 from flexsparse.lengths import choose_cuts
 from flexsparse.occupancy import on_device_only
 from flexsparse.plan import Plan
-from flexsparse.program import mask_program, score_program
+from flexsparse.program import MaskProgram, ScoreProgram, mask_program, score_program
 from flexsparse.quicker import timed_ms
 from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
@@ -119,39 +120,27 @@ def make_plan(
     selection = selector.select(q, k, grid, ruled) if selector is not None else select
     if selection is not None:
         selection = _judged(selection, grid, heads, q.device)
-    reach = check_fallback(fallback)
-    checked_scale = check_scale(scale, q.shape[3])
-    sink = check_sink(sink, heads[0], q.device)
+    reach, checked_scale = check_fallback(fallback), check_scale(scale, q.shape[3])
+    sink, cuts_at = check_sink(sink, heads[0], q.device), check_split(split)
+    empty, sanitize = check_empty(empty), check_flag("sanitize", sanitize)
+    no_order = refuses_order(selection, grid, reach is not None, empty, sanitize)
+    if check_cluster(cluster) and no_order is not None:
+        raise LayoutError(f"cluster=True lays no rows in order here: {no_order}; leave cluster out")
+    cluster = cluster if no_order is None else False
+
     reasons: list[str] = []
     address = choose_address(q, k, v, selection, pack, backend, reasons)
     program = mask_program(address, grid, ruled, selection, reach)
     score_code = score_program(address, grid, scored)
-    learned = score_code is not None and any(t.requires_grad for t in score_code.score.tensors)
-    grads = torch.is_grad_enabled() and (learned or any(x.requires_grad for x in (q, k, v)))
-    call = Call(
-        q.device,
-        q.dtype,
-        q.shape[3],
-        v.shape[3],
-        grid.q_len,
-        grads,
-        sink is not None,
-        grads and learned,
-        program,
-        score_code,
-    )
+    call = _call((q, k, v), program, score_code, lse=sink is not None)
     wanted = DEFAULT_TILE if tile is None else tile_size(tile)
     if backend == "flex" and pack is None and member.serves(call, wanted):
         # Whose kernel takes heads with rows of their own.
         reasons = []
         address = ADDRESSES[unpacked(q, k, v, selection)](*heads)
-        program = replace(program, address=address)
-        call = replace(call, program=program)
+        call = replace(call, program=replace(call.program, address=address))
+
     weighed = []
-    no_order = refuses_order(selection, grid, reach is not None, empty, sanitize)
-    if check_cluster(cluster) and no_order is not None:
-        raise LayoutError(f"cluster=True lays no rows in order here: {no_order}; leave cluster out")
-    cluster = cluster if no_order is None else False
     if backend in ("auto", "measured") and weighs(call):
         weighed = _weighed((q, k, v), call, selection, grid, pack, tile, cluster, reasons)
     if backend == "measured" and len(weighed) > 1:
@@ -164,45 +153,29 @@ def make_plan(
             )
             for way in weighed[:2]
         ]  # fmt: skip
-        took = timed_ms(tried, q, k, v)
-        best, other = sorted(range(2), key=lambda i: took[i])
-        said = [f"{weighed[i]} predicted, {took[i]:.3g} ms measured" for i in (best, other)]
-        said += remarks(BACKENDS[weighed[best].backend], call)
-        said += [_SPREAD] if _SPREAD in tried[best].reasons else []
-        return replace(tried[best], selector=selector, reasons=tuple(said))
+        return replace(_quickest(tried, weighed, (q, k, v), call), selector=selector)
     if weighed:
-        chosen, size = BACKENDS[weighed[0].backend], weighed[0].tile
-        address = ADDRESSES[weighed[0].pack](*heads)
-        program = replace(program, address=address)
-        score_code = score_code and replace(score_code, address=address)
-        reasons = [f"{weighed[0]} predicted", *(f"next {way}" for way in weighed[1:3])]
-        reasons += remarks(chosen, call)
-        asked = [] if pack is None else [f"heads were asked to be laid by pack={pack!r}"]
-        reasons += asked + ([] if tile is None else asked_for(tile_size(tile), chosen))
-        cluster = weighed[0].ordered
+        decided = _by_weight(weighed, heads, pack, tile, call)
     else:
         # A tile that was asked for is kept, and what may be trained later can be.
         tiled = tile is not None or any(x.requires_grad for x in (q, k, v))
         chosen = choose_backend(backend, call, reasons, tiles_on_cpu=tiled)
         laid = laid_alike(selection) if cluster and selection is not None else selection
         size = choose_tile(tile, grid, address, laid, chosen, call, reasons)
-    if cluster and tile is None:
-        size = holding_several(size, address, selection, chosen, call, reasons)
-    if cluster:
-        address = ordered(address, selection, size, chosen, reasons)
-        program = replace(program, address=address)
-    own_rows = pack_of(address) != "pack" and not cluster
-    if chosen.name == "flex" and own_rows and member.serves(call, size):
-        reasons.append(_SPREAD)
+        decided = _Decided(chosen, address, size, bool(cluster), reasons)
+    # A score is asked of rows as they are.
+    score_code = call.score and replace(call.score, address=decided.address)
+    decided = _in_order(decided, selection, tile, call)
+    chosen, address, reasons = decided.backend, decided.address, decided.reasons
     terms = Terms(
-        program,
+        replace(call.program, address=address),
         grid,
-        size,
+        decided.tile,
         q.device,
-        check_empty(empty),
-        check_flag("sanitize", sanitize),
+        empty,
+        sanitize,
         Element(q.shape[3], v.shape[3], q.dtype.itemsize, given=True),
-        None if grads and chosen.name not in UNTILED else 0,
+        None if call.grads and chosen.name not in UNTILED else 0,
     )
     plan = Plan(
         terms=terms,
@@ -223,12 +196,80 @@ def make_plan(
     object.__setattr__(plan, "first", first)
     if not weighed and not on_device_only(q.device):
         reasons = [*_foreseen(call, plan), *reasons]
-    cuts = choose_cuts(first, chosen, call, check_split(split), reasons)
+    cuts = choose_cuts(first, chosen, call, cuts_at, reasons)
     if cuts is not None:
         # Room for columns may have been measured.
         plan = replace(plan, terms=plan.terms._replace(cuts=cuts), first=first.cut(cuts))
     object.__setattr__(plan, "reasons", tuple(reasons))
     return plan
+
+
+class _Decided(NamedTuple):
+    """How a call runs: rows of alike queries are laid beside each other with ``ordered``."""
+
+    backend: Backend
+    address: Identity
+    tile: tuple[int, int]
+    ordered: bool
+    reasons: list[str]
+
+
+def _call(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    program: MaskProgram,
+    score: ScoreProgram | None,
+    *,
+    lse: bool,
+) -> Call:
+    q, _, v = qkv
+    learned = score is not None and any(t.requires_grad for t in score.score.tensors)
+    grads = torch.is_grad_enabled() and (learned or any(x.requires_grad for x in qkv))
+    dims = (q.shape[3], v.shape[3])
+    return Call(q.device, q.dtype, *dims, q.shape[2], grads, lse, grads and learned, program, score)
+
+
+def _quickest(
+    tried: list[Plan], weighed: list[Way], qkv: tuple[Tensor, Tensor, Tensor], call: Call
+) -> Plan:
+    """The quicker of two plans, by the clock."""
+    took = timed_ms(tried, *qkv)
+    best, other = sorted(range(2), key=lambda i: took[i])
+    said = [f"{weighed[i]} predicted, {took[i]:.3g} ms measured" for i in (best, other)]
+    said += remarks(BACKENDS[weighed[best].backend], call)
+    said += [_SPREAD] if _SPREAD in tried[best].reasons else []
+    return replace(tried[best], reasons=tuple(said))
+
+
+def _by_weight(
+    weighed: list[Way],
+    heads: tuple[int, int],
+    pack: Pack | None,
+    tile: int | tuple[int, int] | None,
+    call: Call,
+) -> _Decided:
+    """The first of the ways that were weighed."""
+    best = weighed[0]
+    backend = BACKENDS[best.backend]
+    reasons = [f"{best} predicted", *(f"next {way}" for way in weighed[1:3])]
+    reasons += remarks(backend, call)
+    reasons += [] if pack is None else [f"heads were asked to be laid by pack={pack!r}"]
+    reasons += [] if tile is None else asked_for(tile_size(tile), backend)
+    return _Decided(backend, ADDRESSES[best.pack](*heads), best.tile, best.ordered, reasons)
+
+
+def _in_order(
+    decided: _Decided, select: Selection | None, tile: int | tuple[int, int] | None, call: Call
+) -> _Decided:
+    """Rows laid in order where that was decided; and what is to be said of single keys."""
+    backend, address, size, in_order, reasons = decided
+    if in_order:
+        if tile is None:
+            size = holding_several(size, address, select, backend, call, reasons)
+        address = ordered(address, select, size, backend, reasons)
+    own_rows = pack_of(address) != "pack" and not in_order
+    if backend.name == "flex" and own_rows and member.serves(call, size):
+        reasons.append(_SPREAD)
+    return _Decided(backend, address, size, in_order, reasons)
 
 
 def _foreseen(call: Call, plan: Plan) -> list[str]:
