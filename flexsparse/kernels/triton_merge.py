@@ -3,6 +3,8 @@ sorted tiles, so neighbours merge and nothing is as wide as the keys."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +28,7 @@ def suits(kept: int, geometry: Geometry) -> bool:
 
 
 def writes_whole(geometry: Geometry) -> bool:
-    """Whether bits are written rather than set."""
+    """Whether bits are written rather than set: few words, one after the other."""
     return ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
 
 
@@ -167,26 +169,40 @@ def fill(
 ) -> None:
     """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
     lists of these rows alone."""
+    launch(
+        _merge, indices, candidates, codes, geometry, lists, into, at, WHOLE=writes_whole(geometry)
+    )
+
+
+def launch(
+    kernel: Any,
+    indices: Tensor,
+    candidates: int,
+    codes: Tensor | None,
+    geometry: Geometry,
+    lists: Lists,
+    into: RowTiles,
+    at: Tensor | None,
+    **constants: object,
+) -> None:
+    """A kernel of some rows of tiles a program, a slot for each tile that their candidates may meet."""
     batch, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     listed_rows = rows if at is None else len(at)
-    steps = max(1, geometry.kv_block // geometry.kv_tile)
-    steps = min(steps, columns)
-    width = next_power_of_two(max(2, kept * steps))
+    steps = min(max(1, geometry.kv_block // geometry.kv_tile), columns)
+    width = next_power_of_two(max(2, geometry.rows_per_tile * kept * steps))
     together = max(1, _NUMBERS_A_PROGRAM // width)
     lanes = lists.batch * lists.heads
     dispatch(
-        _merge, (ceil_div(lanes * listed_rows, together),),
+        kernel, (ceil_div(lanes * listed_rows, together),),
         indices, codes if codes is not None else indices, into.words,
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         into.partial_idx.shape[-1], *indices.stride(),
         SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
         HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
-        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
-        WHOLE=writes_whole(geometry), FOLD=lists.fold,
-        TILES_DOWN=min(geometry.q_block // geometry.q_tile, rows), STEPS=steps,
-        INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
-        ROWS=together, WIDTH=width,
-        num_warps=max(1, min(8, together * width // 128)),
+        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None, FOLD=lists.fold,
+        TILES_DOWN=max(1, min(geometry.q_block // geometry.q_tile, rows)), STEPS=steps,
+        INSIDE=max(1, geometry.kv_tile // geometry.kv_block), ROWS=together, WIDTH=width,
+        **constants, num_warps=max(1, min(8, together * width // 128)),
     )  # fmt: skip

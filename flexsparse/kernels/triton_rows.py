@@ -10,6 +10,7 @@ from torch import Tensor
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.triton_merge import lines_of
 from flexsparse.shapes import next_power_of_two
 
 _MOST_AT_ONCE = 1024
@@ -37,15 +38,10 @@ def _rows(
     if HAS_THESE:
         r = tl.load(these + r).to(tl.int32)
     lane = tl.program_id(1)
-    entry = lane // list_heads
-    b = entry // FOLD
-    h = entry % FOLD * (query_heads // FOLD) + lane % list_heads
-    sel_b = b if SEL_BATCHED else 0
-    sel_h = h * sel_heads // query_heads
     # Several lists may be made from one: the first of them writes its words.
-    writes = (h * sel_heads) % query_heads == 0
-    if not SEL_BATCHED:
-        writes = writes & (b == 0)
+    sel_b, sel_h, code_line, writes = lines_of(
+        lane, sel_heads, query_heads, list_heads, code_heads, SEL_BATCHED, CODE_BATCHED, FOLD
+    )
 
     first = r * Q_TILE // Q_BLOCK
     last = (min((r + 1) * Q_TILE, q_len) - 1) // Q_BLOCK
@@ -77,9 +73,7 @@ def _rows(
     touched = (met > 0) & (column < columns)
     covered = met == (last - first + 1) * blocks
     if HAS_CODES:
-        code_b = b if CODE_BATCHED else 0
-        code_h = h * code_heads // query_heads
-        at = ((code_b * code_heads + code_h).to(tl.int64) * rows + r) * columns
+        at = (code_line.to(tl.int64) * rows + r) * columns
         code = tl.load(codes + at + column, mask=touched, other=0)
         full = touched & covered & (code == 2)
         partial = touched & (code != 0) & (~full)

@@ -9,20 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexsparse.kernels import triton_merge
 from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
-from flexsparse.kernels.triton_merge import lines_of, write_tiles
-from flexsparse.shapes import ceil_div, next_power_of_two
+from flexsparse.kernels.triton_merge import launch, lines_of, write_tiles
+from flexsparse.shapes import ceil_div
 
 # Numbers that a program sorts.
 MOST = 1024
 # Sorting takes the square of its numbers, a map its columns: 128 numbers took 2.9 ns, 256 8, 512 29 and
 # 1024 100 for each row of tiles, a map of 256 columns 5 to 8 and of 512 8.
 _A_COLUMN = 128
-_NUMBERS_A_PROGRAM = 256
-# Of bits in a row of tiles, that a program writes one after the other instead of setting each bit.
-_MOST_WORDS = 32
 # Stands for what is no candidate, behind all that are.
 _NONE = tl.constexpr(2**31 - 1)
 
@@ -50,7 +47,7 @@ def _numbers(kept: int, geometry: Geometry) -> int:
 
 def writes_whole(geometry: Geometry) -> bool:
     """Whether bits are written rather than set."""
-    return geometry.rows_per_tile == 1 and ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
+    return geometry.rows_per_tile == 1 and triton_merge.writes_whole(geometry)
 
 
 @triton.jit
@@ -152,26 +149,5 @@ def fill(
 ) -> None:
     """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
     lists of these rows alone."""
-    batch, heads, sel_rows, kept = given.shape
-    rows, columns = geometry.tiles
-    listed_rows = rows if at is None else len(at)
-    steps = min(max(1, geometry.kv_block // geometry.kv_tile), columns)
-    met = geometry.rows_per_tile
-    width = next_power_of_two(max(2, met * kept * steps))
-    together = max(1, _NUMBERS_A_PROGRAM // width)
-    lanes = lists.batch * lists.heads
-    dispatch(
-        _sorted, (ceil_div(lanes * listed_rows, together),),
-        given, codes if codes is not None else given, into.words,
-        *into[:4], into.bits, given if at is None else at, sel_rows, kept, rows, listed_rows, columns,
-        lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
-        into.partial_idx.shape[-1], *given.stride(),
-        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
-        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None,
-        WHOLE=writes_whole(geometry), FOLD=lists.fold,
-        TILES_DOWN=max(1, min(geometry.q_block // geometry.q_tile, rows)), MET=met, STEPS=steps,
-        INSIDE=max(1, geometry.kv_tile // geometry.kv_block),
-        ROWS=together, WIDTH=width,
-        num_warps=max(1, min(8, together * width // 128)),
-    )  # fmt: skip
+    constants = {"WHOLE": writes_whole(geometry), "MET": geometry.rows_per_tile}
+    launch(_sorted, given, candidates, codes, geometry, lists, into, at, **constants)
