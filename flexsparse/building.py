@@ -215,6 +215,7 @@ def assembled(
         seen_keys=seen_keys,
         select=select,
         element=terms.element,
+        read=ahead.versions,
         versions=versions_of(ahead, select).and_of(writes),
         writes=writes,
         order=order,

@@ -68,6 +68,8 @@ class Layout(Shown):
     seen_keys: Tensor | None
     select: Selection | None
     element: Element
+    # Of what the rule reads, as it was looked at; and of all that the tiles depend on.
+    read: Versions
     versions: Versions
     # Shared by all that share its lists.
     writes: Writes
@@ -136,8 +138,8 @@ class Layout(Shown):
             )
 
     def stands(self, read: Versions) -> bool:
-        """Whether it is current, and was made from what is in the state of ``read``."""
-        return self.versions.extends(read) and self.versions.current
+        """Whether it was made from just this look at what the rule reads, and is current."""
+        return self.read is read and self.versions.current
 
     @property
     def block_mask(self) -> BlockMask:

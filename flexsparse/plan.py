@@ -106,7 +106,7 @@ class Plan(Shown):
         if into is None:
             if rows is not None:
                 raise ArgumentError("rows say what changed in a layout: give it, with into=layout")
-            if select is None and self.first is not None and self._stands(self.first, ahead):
+            if select is None and self.first is not None and self.first.stands(ahead.versions):
                 # Of a rule alone there is one layout, and no graph could find it anew.
                 return self.first
             return make(self.terms, select, ahead)
@@ -119,13 +119,6 @@ class Plan(Shown):
                 into.refuse_outdated()
         update(into, self.terms, select, ahead, rows)
         return into
-
-    def _stands(self, layout: Layout, ahead: Ahead) -> bool:
-        """Whether a layout of the rule alone is of ``ahead``, as far as changes are counted."""
-        if torch.compiler.is_compiling():
-            return True
-        counted = self.whole is not None or self.program.counts_changes(self.grid)
-        return counted and layout.stands(ahead.versions)
 
     def advance(self, layout: Layout, *, by: Step = 1, select: Selection | None = None) -> Layout:
         """Moves the queries ``by`` positions on, and ``layout`` with them; the device alone works.

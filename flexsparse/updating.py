@@ -46,6 +46,7 @@ def update(
         _copy_all(*([t for t in leaves if t is not None] for leaves in both))
     object.__setattr__(layout, "select", select)
     layout.writes.count()
+    object.__setattr__(layout, "read", ahead.versions)
     object.__setattr__(layout, "versions", versions_of(ahead, select).and_of(layout.writes))
 
 

@@ -288,6 +288,21 @@ def test_a_plan_of_inference_mode_serves_training(selected: bool) -> None:
         torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seen", [False, True], ids=["unseen", "seen outside"])
+def test_a_compiled_layout_is_of_the_last_look_at_a_rule(seen: bool) -> None:
+    """The first layout of a plan is not, once a change of the rule has been seen outside."""
+    flags = torch.zeros(64, dtype=torch.bool)
+    q, k, v = (torch.randn(1, 1, 64, 16) for _ in range(3))
+    rule = fs.MaskRule.of(lambda b, h, q, kv: flags[kv])
+    plan = fs.make_plan(q, k, v, rule=rule, tile=16, backend="tiles")
+    run = torch.compile(lambda: plan.run(q, k, v, plan.layout()).out, backend="eager")
+    if seen:
+        flags.logical_not_()
+        plan.layout()
+    with torch.no_grad():
+        torch.testing.assert_close(run(), fs.reference(q, k, v, rule=rule).out.float())
+
+
 def test_a_change_under_a_compiled_plan_is_told_when_asked() -> None:
     """A compiled region cannot look: it keeps the tiles it was compiled with, and whoever asks hears."""
     ids = torch.arange(40) // 20
