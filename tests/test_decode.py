@@ -176,6 +176,20 @@ def test_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         judge(inputs, rule=EVERY_THIRD)
 
 
+def test_one_compiled_function_takes_pages_of_many_sizes() -> None:
+    """Which torch takes for a number that varies, from the second on."""
+    inputs = drawn("cpu", 1, 200)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(q: Tensor, k: Tensor, v: Tensor, select: fs.Selection) -> Tensor:
+        out: Tensor = fs.attention(q, k, v, select=select, backend="decode")
+        return out
+
+    for page in (64, 16, 32, 128):
+        select = pages("cpu", 1, 200, page, 2)
+        close(step(*inputs, select), fs.reference(*inputs, select=select).out, atol=2e-5)
+
+
 def test_compiled_user_code(where: str) -> None:
     inputs = drawn(where, 1, 200)
     select = pages(where, 1, 200, 64, 2)
