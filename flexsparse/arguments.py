@@ -127,6 +127,10 @@ def check_selection(select: object, grid: Grid, heads: tuple[int, int]) -> Selec
             f"select has {select.heads} heads, but must have 1 (shared), {heads[1]} (per KV head) or "
             f"{heads[0]} (per query head)"
         )
+    if torch.compiler.is_compiling():
+        # What is decided from blocks, and said of them, is of numbers that do not vary.
+        blocks = settled_number(select.q_block), settled_number(select.kv_block)
+        return Selection._whole(select.indices, select.q_len, select.kv_len, *blocks)
     return select
 
 

@@ -236,10 +236,10 @@ class Layout(Shown):
             launches = self.launches.to(device)
         tables = [t.to(device) for t in self.tables]
         order = tree_map_only(Tensor, lambda t: t.to(device), self.order)
-        writes = self.writes
+        writes, versions = self.writes, self.versions
         if tensors["kv_num_blocks"] is not self.kv_num_blocks:
             writes = Writes()
-        versions = self.versions.instead(self.writes, writes)
+            versions = versions.instead(self.writes, writes)
         return replace(
             self, **tensors, tables=tables, columns=columns, launches=launches, order=order,
             writes=writes, versions=versions,

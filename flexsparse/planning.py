@@ -55,7 +55,6 @@ from flexsparse.rules import MaskMod, as_rule
 from flexsparse.scores import ScoreMod, as_score
 from flexsparse.selection import Selection
 from flexsparse.selectors.base import Selector
-from flexsparse.shapes import settled_number
 from flexsparse.ways import Way, foreseen, ways, weighs
 
 _SPREAD = "single keys: an own kernel loads a word of membership for eight pairs, FlexAttention's one for each"
@@ -291,10 +290,6 @@ def _judged(select: object, grid: Grid, heads: tuple[int, int], device: torch.de
         raise ShapeError(
             f"select is on {found.device} but q on {device}: move it with select.to(device)"
         )
-    if torch.compiler.is_compiling():
-        # What is decided from blocks, and said of them, is of numbers that do not vary.
-        blocks = settled_number(found.q_block), settled_number(found.kv_block)
-        return Selection._whole(found.indices, found.q_len, found.kv_len, *blocks)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import ceil_div, next_power_of_two
 
 MOST = 4096
@@ -30,6 +31,17 @@ def suits(kept: int, geometry: Geometry) -> bool:
 def writes_whole(geometry: Geometry) -> bool:
     """Whether bits are written rather than set: few words, one after the other."""
     return ceil_div(geometry.tiles[1], 32) <= _MOST_WORDS
+
+
+@triton.jit
+def job_of(at, lanes, listed_rows, ROWS: tl.constexpr, HAS_AT: tl.constexpr):
+    """The lanes and rows of tiles of a program, ``[ROWS, 1]``, and which of them there are."""
+    job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    exists = job < lanes * listed_rows
+    r = job % listed_rows
+    if HAS_AT:
+        r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
+    return job // listed_rows, r, exists
 
 
 @triton.jit
@@ -109,11 +121,7 @@ def _merge(
     WHOLE: tl.constexpr, FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, STEPS: tl.constexpr,
     INSIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    exists = job < lanes * listed_rows
-    lane, r = job // listed_rows, job % listed_rows
-    if HAS_AT:
-        r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
+    lane, r, exists = job_of(at, lanes, listed_rows, ROWS, HAS_AT)
     out = lane * rows + r
     sel_b, sel_h, code_line, writes = lines_of(
         lane, sel_heads, query_heads, list_heads, code_heads, SEL_BATCHED, CODE_BATCHED, FOLD
@@ -130,11 +138,9 @@ def _merge(
     chosen = tl.load(line + k * stride_k, mask=inside, other=-1)
     used = (chosen >= 0) & (chosen < candidates)
     if HAS_WORDS:
-        # Bytes are marked four at once: there is no atomic operation on one.
-        byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + chosen
-        bit = tl.full([ROWS, WIDTH], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
-        four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-        tl.atomic_or(four, bit, mask=used & (step == 0) & writes, sem="relaxed")
+        bit = 1 << (row % 8).to(tl.int32)
+        first = used & (step == 0) & writes
+        set_bits(words, source * ((sel_rows + 7) // 8), row, candidates, chosen, bit, first)
 
     if INSIDE == 1:
         tile = chosen * STEPS + step

@@ -11,6 +11,7 @@ from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.launching import dispatch
 from flexsparse.kernels.rows import RowTiles
 from flexsparse.kernels.triton_merge import lines_of
+from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import next_power_of_two
 
 _MOST_AT_ONCE = 1024
@@ -21,6 +22,27 @@ MOST_COLUMNS = 2**14
 def writes_whole(geometry: Geometry) -> bool:
     """Whether bits are written rather than set."""
     return True
+
+
+@triton.jit
+def _write_row(
+    num, idx, bits, listed, column, out, line, columns, capacity,
+    HAS_BITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of row ``out`` the columns that are ``listed``, zeros behind; and as bits, in ``line``."""
+    one = listed.to(tl.int32)
+    count = tl.sum(one, 0)
+    tl.store(num + out, count)
+    tl.store(idx + out * capacity + tl.cumsum(one, 0) - 1, column, mask=listed)
+    for start in range(0, capacity, COLUMNS):
+        slot = start + column
+        tl.store(idx + out * capacity + slot, 0, mask=(slot >= count) & (slot < capacity))
+    if HAS_BITS:
+        width: tl.constexpr = COLUMNS // 32
+        in_row = (columns + 31) // 32
+        w = tl.arange(0, width)
+        word = tl.sum(tl.reshape(one, [width, 32]) << tl.arange(0, 32)[None, :], 1)
+        tl.store(bits + line * in_row + w, word, mask=w < in_row)
 
 
 @triton.jit
@@ -57,11 +79,8 @@ def _rows(
         used = chosen >= 0
         if HAS_WORDS:
             row = first + k // kept
-            # Bytes are marked four at once: there is no atomic operation on one.
-            byte = (word_line + row // 8) * candidates + chosen
-            bit = tl.full([AT_ONCE], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
-            four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-            tl.atomic_or(four, bit, mask=used & writes, sem="relaxed")
+            bit = 1 << (row % 8).to(tl.int32)
+            set_bits(words, word_line, row, candidates, chosen, bit, used & writes)
         c = chosen * KV_BLOCK // KV_TILE
         end = (tl.minimum((chosen + 1) * KV_BLOCK, kv_len) - 1) // KV_TILE
         for step in tl.static_range(STEPS):
@@ -82,34 +101,24 @@ def _rows(
         partial = touched & (~full)
 
     out = lane.to(tl.int64) * rows + r
-    width: tl.constexpr = COLUMNS // 32
-    w = tl.arange(0, width)
-    in_row = (columns + 31) // 32
-    place = tl.arange(0, 32)[None, :]
-
-    listed = partial.to(tl.int32)
-    at = tl.cumsum(listed, 0) - 1
-    count = tl.sum(listed, 0)
-    tl.store(partial_num + out, count)
-    tl.store(partial_idx + out * capacity + at, column, mask=partial)
-    for start in range(0, capacity, COLUMNS):
-        slot = start + column
-        tl.store(partial_idx + out * capacity + slot, 0, mask=(slot >= count) & (slot < capacity))
-    if HAS_BITS:
-        word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
-        tl.store(bits + out * in_row + w, word, mask=w < in_row)
-
-    listed = full.to(tl.int32)
-    at = tl.cumsum(listed, 0) - 1
-    count = tl.sum(listed, 0)
-    tl.store(full_num + out, count)
-    tl.store(full_idx + out * capacity + at, column, mask=full)
-    for start in range(0, capacity, COLUMNS):
-        slot = start + column
-        tl.store(full_idx + out * capacity + slot, 0, mask=(slot >= count) & (slot < capacity))
-    if HAS_BITS:
-        word = tl.sum(tl.reshape(listed, [width, 32]) << place, 1)
-        tl.store(bits + (lanes * rows + out) * in_row + w, word, mask=w < in_row)
+    _write_row(
+        partial_num,
+        partial_idx,
+        bits,
+        partial,
+        column,
+        out,
+        out,
+        columns,
+        capacity,
+        HAS_BITS,
+        COLUMNS,
+    )
+    # Bits of full tiles stand behind all of the partial.
+    line = lanes * rows + out
+    _write_row(
+        full_num, full_idx, bits, full, column, out, line, columns, capacity, HAS_BITS, COLUMNS
+    )
 
 
 def fill(

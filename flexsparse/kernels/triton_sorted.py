@@ -12,7 +12,8 @@ from torch import Tensor
 from flexsparse.kernels import triton_merge
 from flexsparse.kernels.geometry import Geometry, Lists
 from flexsparse.kernels.rows import RowTiles
-from flexsparse.kernels.triton_merge import launch, lines_of, write_tiles
+from flexsparse.kernels.triton_merge import job_of, launch, lines_of, write_tiles
+from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import ceil_div
 
 # Numbers that a program sorts.
@@ -78,11 +79,7 @@ def _sorted(
     FOLD: tl.constexpr, TILES_DOWN: tl.constexpr, MET: tl.constexpr, STEPS: tl.constexpr,
     INSIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    job = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    exists = job < lanes * listed_rows
-    lane, r = job // listed_rows, job % listed_rows
-    if HAS_AT:
-        r = tl.load(at + r, mask=exists, other=0).to(tl.int64)
+    lane, r, exists = job_of(at, lanes, listed_rows, ROWS, HAS_AT)
     out = lane * rows + r
     sel_b, sel_h, code_line, writes = lines_of(
         lane, sel_heads, query_heads, list_heads, code_heads, SEL_BATCHED, CODE_BATCHED, FOLD
@@ -107,7 +104,7 @@ def _sorted(
     fresh = begins | (before != number)
 
     if HAS_WORDS:
-        # All rows of a byte are set at once, and bytes four at once: there is no atomic operation on one.
+        # All rows of a byte are set at once.
         line, row = number // MET, first + number % MET
         marks = tl.full([ROWS, WIDTH], 1, tl.int32) << (row % 8).to(tl.int32)
         within = _byte_of(number, first, MET)
@@ -117,10 +114,10 @@ def _sorted(
         speaks = ends | (_byte_of(after, first, MET) != within)
         speaks = speaks & (number != _NONE) & (line % STEPS == 0)
         source = sel_b * sel_heads + sel_h
-        byte = (source * ((sel_rows + 7) // 8) + row // 8) * candidates + line // STEPS
-        four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-        bit = marks << (byte % 4 * 8).to(tl.int32)
-        tl.atomic_or(four, bit, mask=speaks & writes & exists, sem="relaxed")
+        set_bits(
+            words, source * ((sel_rows + 7) // 8), row, candidates, line // STEPS, marks,
+            speaks & writes & exists,
+        )  # fmt: skip
 
     tile = number // (MET * INSIDE)
     last = exists & (tile < columns) & (ends | (after // (MET * INSIDE) != tile))

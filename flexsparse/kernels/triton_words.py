@@ -19,6 +19,15 @@ _MOST_KEYS = 32
 
 
 @triton.jit
+def set_bits(words, line, row, candidates, chosen, bits, mask):
+    """``bits`` of the byte in which ``row`` stands, of the candidates ``chosen``; words begin at ``line``."""
+    # Bytes are marked four at once: there is no atomic operation on one.
+    byte = (line + row // 8) * candidates + chosen
+    four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+    tl.atomic_or(four, bits << (byte % 4 * 8).to(tl.int32), mask=mask, sem="relaxed")
+
+
+@triton.jit
 def _mark(
     given, words, lines, heads, rows, kept, candidates, stride_b, stride_h, stride_r, stride_k,
     ROWS: tl.constexpr, KEPT: tl.constexpr,
@@ -29,11 +38,8 @@ def _mark(
     spot = lane // heads * stride_b + lane % heads * stride_h + row * stride_r + slot * stride_k
     chosen = tl.load(given + spot, mask=(line < lines) & (slot < kept), other=-1)
     used = (chosen >= 0) & (chosen < candidates)
-    # Bytes are marked four at once: there is no atomic operation on one.
-    byte = (lane * ((rows + 7) // 8) + row // 8) * candidates + chosen
-    bit = tl.full([ROWS, KEPT], 1, tl.int32) << (byte % 4 * 8 + row % 8).to(tl.int32)
-    four = words.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-    tl.atomic_or(four, bit, mask=used, sem="relaxed")
+    bit = 1 << (row % 8).to(tl.int32)
+    set_bits(words, lane * ((rows + 7) // 8), row, candidates, chosen, bit, used)
 
 
 def mark(given: Tensor, candidates: int) -> Tensor:
