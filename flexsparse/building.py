@@ -76,6 +76,9 @@ def build_layout(
     on ``device``, by default the selection's. With ``exact`` no tile is listed in which nothing is
     seen, and none is masked in which everything is: tiles that rule and candidates both cut are then
     evaluated pair by pair. Without, such tiles are masked inside, which computes the same.
+
+    Inside torch.compile, and while a CUDA graph is captured, the host must not look: all of a rule is
+    evaluated pair by pair. Build what stays the same outside.
     """
     if not isinstance(grid, Grid):
         raise ArgumentError(f"grid must be a Grid(q_len, kv_len), got {type(grid).__name__}")

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexsparse.bench.config import KINDS, load
 from flexsparse.bench.example import EXAMPLE
 from flexsparse.bench.problems import problem
-from flexsparse.bench.run import run
+from flexsparse.bench.run import PAIR_BY_PAIR, run
 from flexsparse.bench.table import OURS
 from flexsparse.cli import main
 from flexsparse.device import clock
@@ -347,6 +347,8 @@ def test_on_a_device_ours_runs_in_a_graph(file: Path, tmp_path: Path, device: to
         assert row["ours"]["peak_bytes"] > 0 and row["ours"]["wall_ms"] > 0
     for row in rows[:3]:
         assert row["ours"]["no_graph"] is None and row["ours"]["graph_ms"] > 0
+    of_rule = rows[3]["ours"], rows[3]["look_ahead"]
+    assert [cost["no_graph"] for cost in of_rule] == [PAIR_BY_PAIR] * 2
 
 
 def test_the_example_of_help_is_valid_and_has_every_kind(tmp_path: Path) -> None:

@@ -54,7 +54,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def kernel_of(*args: Tensor) -> Callable[..., Tensor]:
-    return compiled.as_kernel(make_fx(code)(*args).forward)
+    traced = make_fx(code)(*args).forward
+
+    def judged(*args: Tensor) -> Tensor:
+        found: Tensor = traced(*args)
+        return found
+
+    return compiled.as_kernel(judged)
 
 
 def test_interleaved_forms_give_what_the_code_gives(guarded: list[int]) -> None:
@@ -112,3 +118,11 @@ def test_threads_do_not_take_each_others_runs() -> None:
     with ThreadPoolExecutor(4) as pool:
         for args, found in zip(calls, pool.map(lambda args: kernel(*args), calls), strict=True):
             assert torch.equal(found, code(*args))
+
+
+def test_any_number_of_kernels_stand_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are closures of one code object, of which torch compiles eight."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda traced, examples: traced.forward)
+    args = drawn(0, 7, 5, 6)
+    for _ in range(12):
+        assert torch.equal(kernel_of(*args)(*args), code(*args))

@@ -302,7 +302,7 @@ def test_what_is_compiled_holds_no_layout() -> None:
 def test_a_growing_sequence_by_torchs_decoding_kernel(rule: Any, device: torch.device) -> None:
     for length in (512, 700, 4096, 1024, 8192):
         inputs = drawn(device, 1, length, dims=(128, 128), dtype=torch.bfloat16)
-        select = None if rule is not None else pages(device, 1, length, 64, 4)
+        select = None if rule is not None else pages(device, 1, length, 64, 2)
         with torch.no_grad():
             options: dict[str, Any] = {"rule": rule, "select": select, "backend": "flex"}
             fs.check(*inputs, **options, grads=False).raise_if_failed()

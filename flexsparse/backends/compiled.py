@@ -1,19 +1,17 @@
 """Compiled functions, one for each kind of call, kept so that none ever specialises again.
 
-torch counts specialisations per code object and gives up after eight, so each kind gets a code object
-of its own, and sizes that vary within a kind are told to torch before it guesses.
+torch gives up after eight specialisations of a code object, so each kind gets one of its own, and sizes that vary within a kind are told to torch before it guesses.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexsparse.device import compiles
+from flexsparse.device import alone, compiles
 from flexsparse.errors import CompileError
 
 Kernel = Callable[..., Any]
@@ -83,16 +81,7 @@ def _kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    body = make()
-    assert isinstance(body, types.FunctionType)
-    own = types.FunctionType(
-        body.__code__.replace(co_name=f"{body.__name__}_{len(_kernels)}"),
-        body.__globals__,
-        body.__name__,
-        body.__defaults__,
-        body.__closure__,
-    )
-    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+    compiled = torch.compile(alone(make()), fullgraph=True, dynamic=False)
     _kernels[key] = _marked(compiled, varying) if varying else compiled
     compiles.note(label)
     return _kernels[key], key

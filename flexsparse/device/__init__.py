@@ -1,7 +1,7 @@
 """The box: its ceilings, where time goes on it, and what was compiled for it."""
 
 from flexsparse.device.ceiling import Ceilings, ceilings
-from flexsparse.device.compiling import CompileCounter, compiles
+from flexsparse.device.compiling import CompileCounter, alone, compiles
 from flexsparse.device.heard import Raised
 from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype, without_autocast
@@ -13,6 +13,7 @@ __all__ = [
     "CompileCounter",
     "Raised",
     "Stages",
+    "alone",
     "autocast_dtype",
     "ceilings",
     "compiles",

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import _config
 
+from flexsparse.device import alone
+
 # Forms kept of each kernel: where stretches are counted by the device, each call may have its own.
 MOST = 64
 
@@ -52,7 +54,7 @@ def as_kernel(code: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         return noted
 
-    guarded = torch.compile(code, backend=backend, fullgraph=True, dynamic=True)
+    guarded = torch.compile(alone(code), backend=backend, fullgraph=True, dynamic=True)
 
     def kernel(*args: Tensor) -> Tensor:
         form = tuple([_form(x) for x in args])

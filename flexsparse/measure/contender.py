@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from itertools import count
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexsparse.device import alone
 from flexsparse.device.clock import Call
-
-_numbers = count()
 
 
 class UnfitError(Exception):
@@ -30,18 +27,8 @@ class Contender(NamedTuple):
 
 
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` compiled under a code object of its own: torch counts specialisations per code
-    object, and past eight of them goes on uncompiled."""
-    assert isinstance(function, FunctionType)
-    own = FunctionType(
-        function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False)
+    """``function`` compiled whole, for the sizes of each call."""
+    compiled: Callable[..., Any] = torch.compile(alone(function), fullgraph=True, dynamic=False)
     return compiled
 
 
