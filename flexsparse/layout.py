@@ -100,11 +100,12 @@ class Layout(Shown):
 
     @cached_property
     def form(self) -> tuple[object, ...]:
-        """Sizes of tiles, lists and tables, by which its kernel is known, and what else there is of it."""
-        tables = [(t.shape, t.dtype) for t in self.tables]
+        """Sizes of tiles, lists and tables, by which its kernel is known, how they lie in memory, and what
+        else there is of it."""
+        tables = [(t.shape, t.stride(), t.dtype) for t in self.tables]
         parts = (self.has_empty_row, self.seen_keys, self.launches, self.order)
         there = [part is not None for part in parts]
-        sizes = [x.shape for x in self.lists]
+        sizes = [part for x in self.lists for part in (x.shape, x.stride())]
         return (self.kv_indices.device, *there, self.block_size, *sizes, *tables)
 
     @cached_property

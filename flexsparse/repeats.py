@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.backends import Work
-from flexsparse.backends.compiled import Kernel
+from flexsparse.backends.direct import Direct
 from flexsparse.backends.routes import kernel_of
 from flexsparse.device import autocast_dtype, tangents_there
 from flexsparse.layout import Layout
@@ -29,7 +29,7 @@ class Repeat(NamedTuple):
     other views of them."""
 
     form: Form
-    kernel: Kernel
+    kernel: Direct
     shapes: tuple[torch.Size, ...] | None
 
 
@@ -73,7 +73,7 @@ def again(
         q, k, v = address.pack(q, "q"), address.pack(k, "k"), address.pack(v, "v")
     else:
         q, k, v = q.view(*shapes[0]), k.view(*shapes[1]), v.view(*shapes[2])
-    out, lse = run.kernel(q, k, v, *layout.read_forward, [])
+    out, lse = run.kernel(q, k, v, *layout.read_forward)
     out = address.unpack(out, plan.terms.grid.batch)
     if lse is not None:
         lse = address.unpack(lse, plan.terms.grid.batch)
@@ -102,7 +102,7 @@ def note(plan: Plan, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
         for x, p in zip((q, k, v), packed, strict=True)
     )
     shapes = tuple([p.shape for p in packed]) if viewed else None
-    known.runs.append(Repeat(form, kernel, shapes))
+    known.runs.append(Repeat(form, Direct(kernel), shapes))
 
 
 def _form(q: Tensor, k: Tensor, v: Tensor, layout: Layout, return_lse: bool) -> Form | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.device import alone, compiles
+from flexsparse.device.unguarded import noting
 from flexsparse.errors import CompileError
 
 Kernel = Callable[..., Any]
@@ -66,7 +67,7 @@ def _kept(
     On CUDA the second set of sizes of a kind gets a kernel for all of them. On CPU sizes are static:
     torch's CPU template writes wrong code for some that vary.
     """
-    tensors = _flat(call)
+    tensors = flat(call)
     kind = (
         kind,
         torch.is_grad_enabled(),
@@ -81,8 +82,8 @@ def _kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    compiled = torch.compile(alone(make()), fullgraph=True, dynamic=False)
-    _kernels[key] = _marked(compiled, varying) if varying else compiled
+    compiled = torch.compile(alone(make()), backend=noting, fullgraph=True, dynamic=False)
+    _kernels[key] = Marked(compiled, varying) if varying else compiled
     compiles.note(label)
     return _kernels[key], key
 
@@ -93,13 +94,20 @@ def _pattern(sizes: list[int]) -> tuple[object, ...]:
     return tuple(n if n in (0, 1) else order.setdefault(n, len(order) + 2) for n in sizes)
 
 
-def _marked(kernel: Kernel, varying: tuple[int, ...]) -> Kernel:
-    """``kernel`` told which sizes vary, counted through all tensors; the others are constants.
+class Marked:
+    """A compiled function told which sizes vary, counted through all tensors; the others are constants.
 
     The mark goes on a view: the caller's own tensors carry none.
     """
 
-    def marking(*call: Any) -> Any:
+    def __init__(self, compiled: Kernel, varying: tuple[int, ...]) -> None:
+        self.compiled = compiled
+        self._varying = varying
+
+    def __call__(self, *call: Any) -> Any:
+        return self.compiled(*self.marked(call))
+
+    def marked(self, call: Sequence[Any]) -> tuple[Any, ...]:
         place = 0
 
         def mark(t: Tensor | None) -> Tensor | None:
@@ -108,16 +116,15 @@ def _marked(kernel: Kernel, varying: tuple[int, ...]) -> Kernel:
                 return None
             t = t.view_as(t)
             for axis in range(t.ndim):
-                if place + axis in varying:
+                if place + axis in self._varying:
                     torch._dynamo.maybe_mark_dynamic(t, axis)
             place += t.ndim
             return t
 
-        return kernel(*([mark(t) for t in x] if isinstance(x, list) else mark(x) for x in call))
-
-    return marking
+        return tuple([[mark(t) for t in x] if isinstance(x, list) else mark(x) for x in call])
 
 
-def _flat(call: Sequence[Any]) -> list[Tensor]:
+def flat(call: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a call, those of lists among them."""
     parts = [t for x in call for t in (x if isinstance(x, list) else [x])]
     return [t for t in parts if t is not None]

@@ -1,0 +1,86 @@
+"""Compiled code called past torch's guards, with arguments of a form that they let through.
+
+What Dynamo asks before each call takes the host several times longer than the call itself. So the
+guards judge the first call of each form; what they then let run, with which of the arguments and sizes
+in which order, is called at once where the form comes again. Whoever keeps forms answers for all that
+the guards ask: shapes, strides, types and devices of the arguments, and global settings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+Compiled = Callable[..., Sequence[Tensor]]
+# From the arguments of a call to what it gives, past the guards.
+Way = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class _Run(NamedTuple):
+    """What Inductor compiled, what it was called with, and what it gave."""
+
+    compiled: Compiled
+    args: tuple[object, ...]
+    found: Sequence[Tensor]
+
+
+class _Heard(threading.local):
+    """What the guards let run in this thread, while somebody listens."""
+
+    runs: list[_Run] | None = None
+
+
+_heard = _Heard()
+
+
+def noting(traced: torch.fx.GraphModule, examples: list[Any]) -> Compiled:
+    """A backend for torch.compile: Inductor, whose runs can be listened to."""
+    compiled: Compiled = torch._inductor.compile(traced, examples)
+
+    def noted(*args: object) -> Sequence[Tensor]:
+        found = compiled(*args)
+        if _heard.runs is not None:
+            _heard.runs.append(_Run(compiled, args, found))
+        return found
+
+    return noted
+
+
+def guarded(
+    call: Callable[[], R], args: Sequence[Tensor], parts: Callable[[R], Sequence[Tensor]]
+) -> tuple[R, Way | None]:
+    """What ``call`` gives, which is one run of code compiled by `noting` with ``args``; and the same run
+    past its guards, None where it cannot be told. ``parts`` are the tensors of what it gives."""
+    _heard.runs = []
+    try:
+        found = call()
+        runs = _heard.runs
+    finally:
+        _heard.runs = None
+    return found, _way(runs[0], args, parts(found)) if len(runs) == 1 else None
+
+
+def _way(run: _Run, args: Sequence[Tensor], parts: Sequence[Tensor]) -> Way | None:
+    """The same run of other arguments of the same form. No tensor is kept."""
+    places = {id(x): place for place, x in enumerate(args)}
+    order = [(places.get(id(x)), x) for x in run.args]
+    told = all(place is not None or type(x) is int for place, x in order)
+    if not told or len(places) < len(args):
+        return None
+    given = {id(x): place for place, x in enumerate(run.found)}
+    if not all(id(part) in given for part in parts):
+        return None
+    # A length belongs to the form.
+    taken = [(place, x if place is None else None) for place, x in order]
+    wanted, compiled = [given[id(part)] for part in parts], run.compiled
+
+    def way(args: Sequence[Tensor]) -> list[Tensor]:
+        found = compiled(*[x if place is None else args[place] for place, x in taken])
+        return [found[place] for place in wanted]
+
+    return way
