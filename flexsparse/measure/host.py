@@ -96,7 +96,8 @@ def around(device: torch.device, dtype: torch.dtype, backend: BackendName) -> li
 
 
 def _bare(plan: Plan, layout: Layout, qkv: QKV) -> Callable[[], object] | None:
-    """The compiled function alone, with its arguments at hand; None where it is not known."""
+    """The compiled function alone, by torch's guards, with its arguments at hand; None where it is not
+    known."""
     q, k, v = (plan.address.pack(x, name) for x, name in zip(qkv, ("q", "k", "v"), strict=True))
     work = Work(q, k, v, layout, None, [], plan.scale, False, False)
     kernel, given = kernel_of(work, plan.backend), arguments(work)
