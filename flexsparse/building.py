@@ -28,7 +28,7 @@ from flexsparse.arguments import (
 )
 from flexsparse.coverage import cover, every_tile
 from flexsparse.device import lasting
-from flexsparse.errors import ArgumentError
+from flexsparse.errors import ArgumentError, LayoutError
 from flexsparse.grid import Grid
 from flexsparse.kernels import membership
 from flexsparse.kernels.as_given import given_tiles
@@ -78,7 +78,8 @@ def build_layout(
     evaluated pair by pair. Without, such tiles are masked inside, which computes the same.
 
     Inside torch.compile, and while a CUDA graph is captured, the host must not look: all of a rule is
-    evaluated pair by pair. Build what stays the same outside.
+    evaluated pair by pair, and a selection takes ``exact=False`` (torch.compile breaks its graph without).
+    Build what stays the same outside.
     """
     if not isinstance(grid, Grid):
         raise ArgumentError(f"grid must be a Grid(q_len, kv_len), got {type(grid).__name__}")
@@ -92,10 +93,14 @@ def build_layout(
     program = mask_program(address, grid, as_rule(rule), select, reach)
     device = check_device(device)
     terms = Terms(program, grid, tiles, device, empty, check_flag("sanitize", sanitize))
+    settles = check_flag("exact", exact) and not terms.asks_queries and select is not None
+    if settles and on_device_only(device) and not torch.compiler.is_compiling():
+        raise LayoutError(
+            "exact=True looks at the tiles that rule and candidates cut, which the host must not do while a "
+            "CUDA graph is captured: pass exact=False, which computes the same"
+        )
     layout = make(terms, select, look_ahead(terms))
-    if not check_flag("exact", exact) or terms.asks_queries or select is None:
-        return layout
-    return settled(layout)
+    return settled(layout) if settles else layout
 
 
 @lasting

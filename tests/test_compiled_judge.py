@@ -120,9 +120,24 @@ def test_threads_do_not_take_each_others_runs() -> None:
             assert torch.equal(found, code(*args))
 
 
-def test_any_number_of_kernels_stand_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are closures of one code object, of which torch compiles eight."""
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced runs as it is."""
     monkeypatch.setattr(torch._inductor, "compile", lambda traced, examples: traced.forward)
+
+
+@pytest.mark.usefixtures("traced")
+def test_any_number_of_kernels_stand_beside_each_other() -> None:
+    """They are closures of one code object, of which torch compiles eight."""
     args = drawn(0, 7, 5, 6)
     for _ in range(12):
         assert torch.equal(kernel_of(*args)(*args), code(*args))
+
+
+@pytest.mark.usefixtures("traced")
+def test_any_number_of_forms_of_one_kernel() -> None:
+    """A length of 1 is a constant to torch: sixteen forms of four tables."""
+    kernel = kernel_of(*drawn(0, 7, 5, 5, 5, 5))
+    for lengths in product((1, 5), repeat=4):
+        args = drawn(1, 7, *lengths)
+        assert torch.equal(kernel(*args), code(*args))

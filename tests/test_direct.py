@@ -14,7 +14,7 @@ import flexsparse as fs
 from flexsparse.backends import flash, routes
 from flexsparse.backends.compiled import Marked
 from flexsparse.backends.direct import Direct
-from flexsparse.device import alone
+from flexsparse.device import compiled_alone
 from flexsparse.device.unguarded import noting
 from flexsparse.masks import Causal, SlidingWindow
 
@@ -41,9 +41,9 @@ def drawn(seed: int, queries: int = 5, keys: int = 7) -> Call:
 class Counted:
     """How often torch's guards were asked."""
 
-    def __init__(self, function: Callable[..., Any] = attend, **options: Any) -> None:
+    def __init__(self, function: Callable[..., Any] = attend) -> None:
         self.times = 0
-        self._compiled = torch.compile(alone(function), backend=noting, fullgraph=True, **options)
+        self._compiled = compiled_alone(function, dynamic=False, backend=noting)
 
     def __call__(self, *call: Any) -> Any:
         self.times += 1
@@ -57,7 +57,7 @@ def same(kernel: Direct, call: Call) -> None:
 
 
 def test_the_guards_judge_the_first_call() -> None:
-    guards = Counted(dynamic=False)
+    guards = Counted()
     kernel = Direct(guards)
     for seed in range(5):
         same(kernel, drawn(seed))
@@ -66,7 +66,7 @@ def test_the_guards_judge_the_first_call() -> None:
 
 def test_sizes_that_vary_belong_to_a_form() -> None:
     """Their marks stand on views, which only the guards see."""
-    guards = Counted(dynamic=False)
+    guards = Counted()
     marked = Marked(guards, (0, 2, 4, 7))
     for keys in (7, 9, 12):
         kernel = Direct(marked)
@@ -88,14 +88,42 @@ def test_an_output_alone() -> None:
     assert guards.times == 1
 
 
-def test_what_cannot_be_told_is_asked_ever_again() -> None:
-    """One tensor in two places: which of them the code read is not known."""
+def test_one_tensor_in_two_places_is_asked_until_they_are_two() -> None:
     guards = Counted()
     kernel = Direct(guards)
     for seed in range(3):
         q, k, _, lists, tables = drawn(seed)
         same(kernel, (q, k, k, lists, tables))
-    assert guards.times == 3
+    for seed in range(3):
+        q, k, _, lists, tables = drawn(seed)
+        same(kernel, (q, k, k.clone(), lists, tables))
+    assert guards.times == 4
+
+
+@pytest.mark.parametrize("what", ["argument", "output", "runs"])
+def test_what_cannot_be_told_is_asked_ever_again(what: str) -> None:
+    """A tensor that nobody gave, one that no run gave, and one run of two."""
+    besides = torch.ones(())
+
+    def reads_more(*call: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attend(*call)
+        return out * besides, lse
+
+    guards = Counted(reads_more if what == "argument" else attend)
+
+    def kernel(*call: Any) -> tuple[Tensor, Tensor]:
+        out, lse = guards(*call)
+        if what == "runs":
+            guards(*call)
+        return (out * besides if what == "output" else out), lse
+
+    direct = Direct(kernel)
+    for i in range(3):
+        besides = torch.full((), float(i))
+        out, _ = direct(*drawn(i))
+        true, _ = attend(*drawn(i), [])
+        torch.testing.assert_close(out, true if what == "runs" else true * i)
+    assert guards.times == 3 * (1 + (what == "runs"))
 
 
 def test_settings_of_torch_are_asked_for() -> None:
@@ -105,11 +133,14 @@ def test_settings_of_torch_are_asked_for() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
     try:
-        same(kernel, drawn(1))
+        for seed in range(3):
+            same(kernel, drawn(seed))
+        assert guards.times == 2
     finally:
         torch.set_float32_matmul_precision(before)
-    same(kernel, drawn(2))
-    assert guards.times == 2
+    for seed in range(3):
+        same(kernel, drawn(seed))
+    assert guards.times == 3
 
 
 class Silent(TorchFunctionMode):
@@ -127,42 +158,74 @@ def test_under_a_mode_the_guards_are_asked(first: bool) -> None:
         same(kernel, drawn(0))
     with Silent():
         same(kernel, drawn(1))
+        same(kernel, drawn(1))
     asked = guards.times
-    assert asked == 1 + (not first)
+    assert asked == 2 + (not first)
     for seed in range(3):
         same(kernel, drawn(seed))
     assert guards.times == asked + first
 
 
-def test_a_failed_call_leaves_nothing_to_be_heard() -> None:
-    """Whoever runs next is not taken for it."""
-
-    def failing(*call: Any) -> Any:
-        raise ValueError("no")
-
-    kernel = Direct(failing)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            kernel(*drawn(0))
+def test_a_default_device_is_no_such_mode() -> None:
     guards = Counted()
-    guards(*drawn(0), [])
-    other = Direct(guards)
-    same(other, drawn(1))
-    same(other, drawn(2))
-    assert guards.times == 2
+    kernel = Direct(guards)
+    for seed in range(3):
+        with torch.device("cpu"):
+            same(kernel, drawn(seed))
+    assert guards.times == 1
+
+
+def test_a_first_call_that_fails_is_none() -> None:
+    guards, failing = Counted(), [True]
+
+    def kernel(*call: Any) -> Any:
+        if failing.pop():
+            raise ValueError("no")
+        failing.append(False)
+        return guards(*call)
+
+    direct = Direct(kernel)
+    with pytest.raises(ValueError, match="no"):
+        direct(*drawn(0))
+    failing.append(False)
+    for seed in range(3):
+        same(direct, drawn(seed))
+    assert guards.times == 1
+
+
+def test_a_call_within_a_call_is_heard_apart() -> None:
+    inner, outer = Direct(Counted()), Counted()
+
+    def kernel(*call: Any) -> Any:
+        same(inner, drawn(9))
+        return outer(*call)
+
+    direct = Direct(kernel)
+    for seed in range(3):
+        same(direct, drawn(seed))
+    assert outer.times == 1
+
+
+def test_no_form_is_one_too_many_for_torch() -> None:
+    """It refuses the ninth of a code object."""
+    guards = Counted()
+    for keys in range(2, 14):
+        call = drawn(keys, keys=keys)
+        for mine, true in zip(guards(*call, []), attend(*call, []), strict=True):
+            torch.testing.assert_close(mine, true)
 
 
 @pytest.fixture
 def firsts(monkeypatch: pytest.MonkeyPatch) -> list[Direct]:
     """Kernels whose guards judged a first call."""
     asked: list[Direct] = []
-    run = Direct._first
+    run = Direct._asked
 
-    def first(self: Direct, *call: Any) -> Any:
+    def noted(self: Direct, *call: Any) -> Any:
         asked.append(self)
         return run(self, *call)
 
-    monkeypatch.setattr(Direct, "_first", first)
+    monkeypatch.setattr(Direct, "_asked", noted)
     return asked
 
 
@@ -187,7 +250,7 @@ def test_a_plan_runs_past_the_guards(
             true = fs.reference(*given, rule=rule).out.double()
             torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
     (kernel,) = firsts
-    assert kernel._way is not None
+    assert kernel._known is not None
 
 
 @pytest.mark.gpu
@@ -227,4 +290,4 @@ def test_on_a_device_all_lengths_run_past_the_guards(
                 assert torch.equal(other.lse, first.lse)
         torch.testing.assert_close(first.out.double(), true.out.double(), atol=1e-2, rtol=1e-2)
     assert len(firsts) == len(lengths)
-    assert all(kernel._way is not None for kernel in firsts)
+    assert all(kernel._known is not None for kernel in firsts)

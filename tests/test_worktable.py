@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexsparse as fs
+from flexsparse.errors import LayoutError
 from flexsparse.kernels import columns, dedupe, membership, rows
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.geometry import Geometry, Lists
@@ -373,3 +374,21 @@ def test_a_map_is_compressed_alike_everywhere(columns: int) -> None:
         for form in (present, present.transpose(1, 2)):
             ours, theirs = compress(form, capacity), compress(form.cuda(), capacity)
             assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_no_tile_is_looked_at_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which on a CPU can only be said."""
+    monkeypatch.setattr("flexsparse.building.on_device_only", lambda device: True)
+    indices = torch.zeros(1, 1, 64, 2, dtype=torch.int64)
+    select = fs.Selection.from_indices(indices, kv_len=64, q_len=64)
+    call: dict[str, Any] = {
+        "rule": Causal(),
+        "select": select,
+        "grid": fs.Grid(64, 64),
+        "heads": (1, 1),
+    }
+    with pytest.raises(LayoutError, match="captured: pass exact=False"):
+        fs.build_layout(**call)
+    dense = fs.build_layout(**call, exact=False).dense()
+    monkeypatch.undo()
+    assert torch.equal(dense, fs.build_layout(**call).dense())

@@ -1,6 +1,6 @@
-"""Compiled functions, one for each kind of call, kept so that none ever specialises again.
+"""Compiled functions, one for each kind of call, kept so that none specialises for another kind.
 
-torch gives up after eight specialisations of a code object, so each kind gets one of its own, and sizes that vary within a kind are told to torch before it guesses.
+Sizes that vary within a kind are told to torch before it guesses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexsparse.device import alone, compiles
+from flexsparse.device import compiled_alone, compiles
 from flexsparse.device.unguarded import noting
 from flexsparse.errors import CompileError
 
@@ -82,7 +82,7 @@ def _kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    compiled = torch.compile(alone(make()), backend=noting, fullgraph=True, dynamic=False)
+    compiled = compiled_alone(make(), dynamic=False, backend=noting)
     _kernels[key] = Marked(compiled, varying) if varying else compiled
     compiles.note(label)
     return _kernels[key], key

@@ -1,10 +1,11 @@
-"""The box: its ceilings, where time goes on it, and what was compiled for it."""
+"""The box: its ceilings, where time goes on it, and how code is compiled for it."""
 
 from flexsparse.device.ceiling import Ceilings, ceilings
-from flexsparse.device.compiling import CompileCounter, alone, compiles
+from flexsparse.device.compiling import CompileCounter, compiles
 from flexsparse.device.heard import Raised
 from flexsparse.device.lasting import lasting
 from flexsparse.device.precision import autocast_dtype, without_autocast
+from flexsparse.device.specialising import compiled_alone
 from flexsparse.device.stages import Stages
 from flexsparse.device.tangents import has_tangent, tangents_there
 
@@ -13,9 +14,9 @@ __all__ = [
     "CompileCounter",
     "Raised",
     "Stages",
-    "alone",
     "autocast_dtype",
     "ceilings",
+    "compiled_alone",
     "compiles",
     "has_tangent",
     "lasting",

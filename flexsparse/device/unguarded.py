@@ -3,7 +3,7 @@
 What Dynamo asks before each call takes the host several times longer than the call itself. So the
 guards judge the first call of each form; what they then let run, with which of the arguments and sizes
 in which order, is called at once where the form comes again. Whoever keeps forms answers for all that
-the guards ask: shapes, strides, types and devices of the arguments, and global settings.
+the guards ask: shapes, strides, types, devices and gradients of the arguments, modes and global settings.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 R = TypeVar("R")
 Compiled = Callable[..., Sequence[Tensor]]
-# From the arguments of a call to what it gives, past the guards.
-Way = Callable[[Sequence[Tensor]], list[Tensor]]
+# From the arguments of a call to what it gives.
+Unguarded = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class _Run(NamedTuple):
@@ -53,19 +53,19 @@ def noting(traced: torch.fx.GraphModule, examples: list[Any]) -> Compiled:
 
 def guarded(
     call: Callable[[], R], args: Sequence[Tensor], parts: Callable[[R], Sequence[Tensor]]
-) -> tuple[R, Way | None]:
+) -> tuple[R, Unguarded | None]:
     """What ``call`` gives, which is one run of code compiled by `noting` with ``args``; and the same run
     past its guards, None where it cannot be told. ``parts`` are the tensors of what it gives."""
-    _heard.runs = []
+    before, runs = _heard.runs, list[_Run]()
+    _heard.runs = runs
     try:
         found = call()
-        runs = _heard.runs
     finally:
-        _heard.runs = None
-    return found, _way(runs[0], args, parts(found)) if len(runs) == 1 else None
+        _heard.runs = before
+    return found, _unguarded(runs[0], args, parts(found)) if len(runs) == 1 else None
 
 
-def _way(run: _Run, args: Sequence[Tensor], parts: Sequence[Tensor]) -> Way | None:
+def _unguarded(run: _Run, args: Sequence[Tensor], parts: Sequence[Tensor]) -> Unguarded | None:
     """The same run of other arguments of the same form. No tensor is kept."""
     places = {id(x): place for place, x in enumerate(args)}
     order = [(places.get(id(x)), x) for x in run.args]
@@ -79,8 +79,8 @@ def _way(run: _Run, args: Sequence[Tensor], parts: Sequence[Tensor]) -> Way | No
     taken = [(place, x if place is None else None) for place, x in order]
     wanted, compiled = [given[id(part)] for part in parts], run.compiled
 
-    def way(args: Sequence[Tensor]) -> list[Tensor]:
+    def again(args: Sequence[Tensor]) -> list[Tensor]:
         found = compiled(*[x if place is None else args[place] for place, x in taken])
         return [found[place] for place in wanted]
 
-    return way
+    return again

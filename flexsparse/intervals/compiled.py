@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import _config
 
-from flexsparse.device import alone
-from flexsparse.device.unguarded import Way, guarded, noting
+from flexsparse.device import compiled_alone
+from flexsparse.device.unguarded import Unguarded, guarded, noting
 
 # Forms kept of each kernel: where stretches are counted by the device, each call may have its own.
 MOST = 64
@@ -23,13 +23,13 @@ MOST = 64
 def as_kernel(code: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Code of tensors that makes one, compiled when it first runs, for any lengths."""
     settings: Any = _config
-    known: dict[tuple[object, ...], Way] = {}
-    compiled = torch.compile(alone(code), backend=noting, fullgraph=True, dynamic=True)
+    known: dict[tuple[object, ...], Unguarded] = {}
+    compiled = compiled_alone(code, dynamic=True, backend=noting)
 
     def kernel(*args: Tensor) -> Tensor:
         form = tuple([_form(x) for x in args])
-        if (way := known.get(form)) is not None:
-            return way(args)[0]
+        if (direct := known.get(form)) is not None:
+            return direct(args)[0]
         # Lengths that happen to be the same need not be so again.
         with torch.no_grad(), settings.patch(use_duck_shape=False):
             found: Tensor

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexsparse.measure.contender import UnfitError, compiled_alone, installed
+from flexsparse.device import compiled_alone
+from flexsparse.measure.contender import UnfitError, installed
 from flexsparse.measure.conversion import Conversion
 from flexsparse.measure.peers import FLASHINFER_WORKSPACE, flashinfer_blocks, vsa_indices
 from flexsparse.measure.problem import Problem
@@ -224,7 +225,7 @@ def _flex(kind: tuple[object, ...]) -> Callable[..., Tensor]:
         assert isinstance(out, Tensor)
         return out
 
-    return compiled_alone(attend)
+    return compiled_alone(attend, dynamic=False)
 
 
 def _kind(qkv: QKV, mask: str) -> tuple[object, ...]:

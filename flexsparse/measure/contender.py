@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexsparse.device import alone
 from flexsparse.device.clock import Call
 
 
@@ -24,12 +22,6 @@ class Contender(NamedTuple):
     call: Call
     note: str
     no_graph: str | None = None
-
-
-def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` compiled whole, for the sizes of each call."""
-    compiled: Callable[..., Any] = torch.compile(alone(function), fullgraph=True, dynamic=False)
-    return compiled
 
 
 def installed(module: str, package: str) -> Any:

@@ -192,7 +192,11 @@ def main(asked: Sequence[str]) -> None:
             print(f"{backend}: {why}")
             continue
         for row in rows:
-            over = "" if row["over"] is None else f", {row['over']:.0f} over the compiled function"
+            over = (
+                ""
+                if row["over"] is None
+                else f", {row['over']:.0f} over the compiled function by its guards"
+            )
             print(f"{backend}: {row['what']}: {row['us']:.0f} us{over}")
     for row in cold(list(FIRST)):
         took = "failed" if row["s"] is None else f"{row['s']:.1f} s"

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from flexsparse.coverage import Span
+from flexsparse.device import compiled_alone
 from flexsparse.device.clock import free_bytes
 from flexsparse.kernels.compress import compress
 from flexsparse.kernels.rows import EMPTY, FULL
 from flexsparse.layout import widened
-from flexsparse.measure.contender import Contender, UnfitError, compiled_alone, scattered
+from flexsparse.measure.contender import Contender, UnfitError, scattered
 from flexsparse.measure.conversion import Conversion
 from flexsparse.shapes import ceil_div
 
@@ -75,7 +76,7 @@ def compiled_create_block_mask(made: Conversion) -> Contender:
             f"a byte for each of its pairs is {needed / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
         )
     mask = layout.mask_mod
-    compiled = compiled_alone(create_block_mask)
+    compiled = compiled_alone(create_block_mask, dynamic=False)
     sizes = (b, h, q_len, kv_len, str(made.problem.device), layout.block_size)
     given = ", membership given as bits" if layout.select is not None else ""
     return Contender(lambda: compiled(mask, *sizes), f"every pair evaluated{given}")
