@@ -15,7 +15,7 @@ from flexsparse.backends import flash, routes
 from flexsparse.backends.compiled import Marked
 from flexsparse.backends.direct import Direct
 from flexsparse.device import compiled_alone
-from flexsparse.device.unguarded import noting
+from flexsparse.device.unguarded import backend
 from flexsparse.masks import Causal, SlidingWindow
 
 Call = tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
@@ -43,7 +43,7 @@ class Counted:
 
     def __init__(self, function: Callable[..., Any] = attend) -> None:
         self.times = 0
-        self._compiled = compiled_alone(function, dynamic=False, backend=noting)
+        self._compiled = compiled_alone(function, dynamic=False, backend=backend())
 
     def __call__(self, *call: Any) -> Any:
         self.times += 1
@@ -173,6 +173,58 @@ def test_a_default_device_is_no_such_mode() -> None:
         with torch.device("cpu"):
             same(kernel, drawn(seed))
     assert guards.times == 1
+
+
+def test_where_nothing_compiled_shall_run_nothing_does() -> None:
+    guards = Counted()
+    kernel = Direct(guards)
+    same(kernel, drawn(0))
+    torch.compiler.set_stance("force_eager")
+    try:
+        same(kernel, drawn(1))
+    finally:
+        torch.compiler.set_stance("default")
+    same(kernel, drawn(2))
+    assert guards.times == 2
+
+
+def test_graphs_of_inductors_own_are_left_to_the_guards() -> None:
+    """Torch counts calls by them."""
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        guards = Counted()
+        kernel = Direct(guards)
+        for seed in range(3):
+            same(kernel, drawn(seed))
+    assert guards.times == 3
+
+
+def test_another_default_of_torch_compiles() -> None:
+    if not hasattr(torch.compiler, "set_default_backend"):
+        pytest.skip("this torch has no such default")
+    seen: list[int] = []
+
+    def other(traced: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        seen.append(len(examples))
+        return traced.forward
+
+    torch.compiler.set_default_backend(other)
+    try:
+        guards = Counted()
+        kernel = Direct(guards)
+        for seed in range(3):
+            same(kernel, drawn(seed))
+    finally:
+        torch.compiler.set_default_backend(None)
+    assert seen and guards.times == 3
+
+
+def test_tensors_of_a_call_can_be_swapped_later() -> None:
+    """As a module of torch moves parameters that are of a subclass."""
+    call = drawn(0)
+    same(Direct(Counted()), call)
+    for t in (*call[:3], *call[4]):
+        torch.utils.swap_tensors(t, torch.zeros(3))
+    assert not call[0].any()
 
 
 def test_a_first_call_that_fails_is_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -159,6 +160,24 @@ def test_another_form_is_judged(what: str) -> None:
         k = torch.nn.Parameter(k, requires_grad=False)
     with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
         assert not repeats(plan, q, k, v, None, False)
+
+
+@pytest.mark.parametrize("what", ["kv_indices", "tables"])
+def test_a_layout_that_lies_otherwise_in_memory_is_of_another_form(what: str) -> None:
+    q, k, v = qkv()
+    rule = Document(torch.arange(LENGTH) // 50)
+    plan = fs.make_plan(q, k, v, rule=rule, select=selection(), backend="flex")
+    layout = plan.layout(selection())
+
+    def otherwise(x: Tensor) -> Tensor:
+        return torch.stack([x, x], -1)[..., 0]
+
+    of = getattr(layout, what)
+    changed = [*map(otherwise, of)] if what == "tables" else otherwise(of)
+    other = dataclasses.replace(layout, **{what: changed})
+    assert other.form != layout.form
+    plan.run(q, k, v, layout)
+    assert repeats(plan, q, k, v, layout, False) and not repeats(plan, q, k, v, other, False)
 
 
 def test_a_view_of_the_opposite_is_not_taken_for_what_its_memory_holds() -> None:

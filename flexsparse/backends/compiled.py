@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexsparse.device import compiled_alone, compiles
-from flexsparse.device.unguarded import noting
+from flexsparse.device.unguarded import backend
 from flexsparse.errors import CompileError
 
 Kernel = Callable[..., Any]
@@ -82,7 +82,7 @@ def _kept(
         key = (*kind, lengths, varying, _pattern([sizes[i] for i in varying]))
     if key in _kernels:
         return _kernels[key], None
-    compiled = compiled_alone(make(), dynamic=False, backend=noting)
+    compiled = compiled_alone(make(), dynamic=False, backend=backend())
     _kernels[key] = Marked(compiled, varying) if varying else compiled
     compiles.note(label)
     return _kernels[key], key

@@ -62,8 +62,12 @@ class Direct:
 
 
 def _modes() -> bool:
-    """Whether a mode would see what is called; a default device changes nothing that is compiled."""
-    if torch._C._len_torch_dispatch_stack():
+    """Whether a mode would see what is called, or torch was told to run nothing compiled; a default
+    device changes nothing of it."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._dynamo.eval_frame._stance.stance == "force_eager"
+    ):
         return True
     count = torch._C._len_torch_function_stack()
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(count))

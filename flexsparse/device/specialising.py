@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ def compiled_alone(
     function: Callable[..., Any],
     *,
     dynamic: bool,
-    backend: Callable[..., Any] | Literal["inductor"] = "inductor",
+    backend: Any = "inductor",
 ) -> Callable[..., Any]:
     """``function`` compiled under a code object of its own; under another, where torch has specialised
     that one as often as it does."""

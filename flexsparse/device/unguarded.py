@@ -38,9 +38,24 @@ class _Heard(threading.local):
 _heard = _Heard()
 
 
+def backend() -> Any:
+    """`noting`, or what was made the default of torch.compile instead of Inductor."""
+    default = getattr(torch.compiler, "get_default_backend", lambda: "inductor")()
+    if default != "inductor":
+        return default
+    known: Any = torch._dynamo
+    if "flexsparse" not in known.list_backends():
+        # For a backend that torch does not know it keeps references to tensors: none could be swapped.
+        known.register_backend(noting, name="flexsparse")
+    return noting
+
+
 def noting(traced: torch.fx.GraphModule, examples: list[Any]) -> Compiled:
     """A backend for torch.compile: Inductor, whose runs can be listened to."""
     compiled: Compiled = torch._inductor.compile(traced, examples)
+    if torch._inductor.config.triton.cudagraphs:
+        # Torch counts calls by their guards to know which outputs may go.
+        return compiled
 
     def noted(*args: object) -> Sequence[Tensor]:
         found = compiled(*args)
@@ -75,7 +90,7 @@ def _unguarded(run: _Run, args: Sequence[Tensor], parts: Sequence[Tensor]) -> Un
     given = {id(x): place for place, x in enumerate(run.found)}
     if not all(id(part) in given for part in parts):
         return None
-    # A length belongs to the form.
+    # A length belongs to the form; where a view begins is given too, but not read.
     taken = [(place, x if place is None else None) for place, x in order]
     wanted, compiled = [given[id(part)] for part in parts], run.compiled
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental import _config
 
 from flexsparse.device import compiled_alone
-from flexsparse.device.unguarded import Unguarded, guarded, noting
+from flexsparse.device.unguarded import Unguarded, backend, guarded
 
 # Forms kept of each kernel: where stretches are counted by the device, each call may have its own.
 MOST = 64
@@ -24,7 +24,7 @@ def as_kernel(code: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Code of tensors that makes one, compiled when it first runs, for any lengths."""
     settings: Any = _config
     known: dict[tuple[object, ...], Unguarded] = {}
-    compiled = compiled_alone(code, dynamic=True, backend=noting)
+    compiled = compiled_alone(code, dynamic=True, backend=backend())
 
     def kernel(*args: Tensor) -> Tensor:
         form = tuple([_form(x) for x in args])
