@@ -36,6 +36,7 @@ class _Heard(threading.local):
 
 
 _heard = _Heard()
+_registering = threading.Lock()
 
 
 def backend() -> Any:
@@ -44,9 +45,10 @@ def backend() -> Any:
     if default != "inductor":
         return default
     known: Any = torch._dynamo
-    if "flexsparse" not in known.list_backends():
-        # For a backend that torch does not know it keeps references to tensors: none could be swapped.
-        known.register_backend(noting, name="flexsparse")
+    with _registering:
+        if "flexsparse" not in known.list_backends():
+            # For a backend that it does not know torch keeps references to tensors: none could be swapped.
+            known.register_backend(noting, name="flexsparse")
     return noting
 
 
