@@ -49,8 +49,10 @@ def judging(cls: Any, trace: Callable[[Any], object]) -> Any:
 
 def refuse_undecorated(cls: type, given: bool, error: type[FlexSparseError] = RuleError) -> None:
     """Tells who gave values to a class of fields that nobody made a dataclass, or defaults of its own."""
+    if "__dataclass_fields__" in cls.__dict__ or "__init__" in cls.__dict__:
+        return
     fields = inspect.get_annotations(cls)
-    if not fields or "__dataclass_fields__" in cls.__dict__ or "__init__" in cls.__dict__:
+    if not fields:
         return
     if given or fields.keys() & getattr(cls, "__dataclass_fields__", {}).keys():
         raise error(

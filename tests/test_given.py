@@ -108,7 +108,9 @@ def test_a_change_before_there_are_sets_is_an_error(use: Callable[[fs.Selection]
     select = chosen(indices)
     use(chosen(indices))
     indices[0, 0, 0, 0] = 2
-    with pytest.raises(fs.FlexSparseError, match=CHANGED):
+    # Dynamo of torch 2.11 hands the words on, but not the error.
+    handed_on = torch._dynamo.exc.InternalTorchDynamoError
+    with pytest.raises((fs.FlexSparseError, handed_on), match=CHANGED):
         use(select)
     assert "[1, 2, 1, 4] of 4 candidates" in repr(select)
 
