@@ -52,9 +52,8 @@ def refuse_undecorated(cls: type, given: bool, error: type[FlexSparseError] = Ru
     if "__dataclass_fields__" in cls.__dict__ or "__init__" in cls.__dict__:
         return
     fields = inspect.get_annotations(cls)
-    if not fields:
-        return
-    if given or fields.keys() & getattr(cls, "__dataclass_fields__", {}).keys():
+    inherited = fields.keys() & getattr(cls, "__dataclass_fields__", {}).keys()
+    if inherited or (given and fields):
         raise error(
             f"{cls.__name__} has fields ({', '.join(fields)}) but is no dataclass: write "
             "@dataclass(frozen=True, eq=False) above the class"

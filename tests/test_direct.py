@@ -56,11 +56,15 @@ def same(kernel: Direct, call: Call) -> None:
         torch.testing.assert_close(mine, true)
 
 
+def thrice(kernel: Direct, **sizes: int) -> None:
+    for seed in range(3):
+        same(kernel, drawn(seed, **sizes))
+
+
 def test_the_guards_judge_the_first_call() -> None:
     guards = Counted()
     kernel = Direct(guards)
-    for seed in range(5):
-        same(kernel, drawn(seed))
+    thrice(kernel)
     assert guards.times == 1
 
 
@@ -70,8 +74,7 @@ def test_sizes_that_vary_belong_to_a_form() -> None:
     marked = Marked(guards, (0, 2, 4, 7))
     for keys in (7, 9, 12):
         kernel = Direct(marked)
-        for seed in range(3):
-            same(kernel, drawn(seed, keys=keys))
+        thrice(kernel, keys=keys)
     assert guards.times == 3
 
 
@@ -133,13 +136,11 @@ def test_settings_of_torch_are_asked_for() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
     try:
-        for seed in range(3):
-            same(kernel, drawn(seed))
+        thrice(kernel)
         assert guards.times == 2
     finally:
         torch.set_float32_matmul_precision(before)
-    for seed in range(3):
-        same(kernel, drawn(seed))
+    thrice(kernel)
     assert guards.times == 3
 
 
@@ -161,8 +162,7 @@ def test_under_a_mode_the_guards_are_asked(first: bool) -> None:
         same(kernel, drawn(1))
     asked = guards.times
     assert asked == 2 + (not first)
-    for seed in range(3):
-        same(kernel, drawn(seed))
+    thrice(kernel)
     assert guards.times == asked + first
 
 
@@ -193,8 +193,7 @@ def test_graphs_of_inductors_own_are_left_to_the_guards() -> None:
     with torch._inductor.config.patch("triton.cudagraphs", True):
         guards = Counted()
         kernel = Direct(guards)
-        for seed in range(3):
-            same(kernel, drawn(seed))
+        thrice(kernel)
     assert guards.times == 3
 
 
@@ -211,8 +210,7 @@ def test_another_default_of_torch_compiles() -> None:
     try:
         guards = Counted()
         kernel = Direct(guards)
-        for seed in range(3):
-            same(kernel, drawn(seed))
+        thrice(kernel)
     finally:
         torch.compiler.set_default_backend(None)
     assert seen and guards.times == 3
@@ -240,8 +238,7 @@ def test_a_first_call_that_fails_is_none() -> None:
     with pytest.raises(ValueError, match="no"):
         direct(*drawn(0))
     failing.append(False)
-    for seed in range(3):
-        same(direct, drawn(seed))
+    thrice(direct)
     assert guards.times == 1
 
 
@@ -253,8 +250,7 @@ def test_a_call_within_a_call_is_heard_apart() -> None:
         return outer(*call)
 
     direct = Direct(kernel)
-    for seed in range(3):
-        same(direct, drawn(seed))
+    thrice(direct)
     assert outer.times == 1
 
 

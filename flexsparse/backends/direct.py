@@ -36,20 +36,17 @@ class Direct:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], tables: list[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        known = self._known
         if _modes():
             out, lse = self._kernel(q, k, v, lists, tables, [])
             return out, lse
+        known = self._known
         if known is None or not known.settings.check():
-            return self._asked(q, k, v, lists, tables)
+            return self._asked((q, k, v, lists, tables, []))
         out, *more = known.run((q, k, v, *lists, *tables))
         return out, more[0] if more else None
 
-    def _asked(
-        self, q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], tables: list[Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _asked(self, call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         kernel = self._kernel
-        call: tuple[Any, ...] = (q, k, v, lists, tables, [])
         if isinstance(kernel, Marked):
             # The guards see the views that carry the marks.
             call = kernel.marked(call)

@@ -16,21 +16,16 @@ import torch
 _numbers = count()
 
 
-def compiled_alone(
-    function: Callable[..., Any],
-    *,
-    dynamic: bool,
-    backend: Any = "inductor",
-) -> Callable[..., Any]:
-    """``function`` compiled under a code object of its own; under another, where torch has specialised
-    that one as often as it does."""
+def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``function`` by torch.compile with its ``options``, under a code object of its own; under another,
+    where torch has specialised that one as often as it does."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     assert isinstance(function, FunctionType)
 
     def anew() -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(
-            _with_own_code(function), fullgraph=True, dynamic=dynamic, backend=backend
+            _with_own_code(function), fullgraph=True, **options
         )
         return compiled
 

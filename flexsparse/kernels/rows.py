@@ -33,6 +33,30 @@ class RowTiles(NamedTuple):
     words: Tensor
 
 
+class Source(NamedTuple):
+    """What a kernel makes tiles of, as `row_tiles` takes it."""
+
+    indices: Tensor
+    candidates: int
+    codes: Tensor | None
+    geometry: Geometry
+    lists: Lists
+
+    def constants(self, into: RowTiles, at: Tensor | None) -> dict[str, bool | int]:
+        """What it is compiled for, to fill ``into``: bits and words where all rows are written, and only
+        where they have room."""
+        whole, codes = at is None, self.codes
+        return {
+            "SEL_BATCHED": self.indices.shape[0] > 1,
+            "CODE_BATCHED": codes is not None and codes.shape[0] > 1,
+            "HAS_CODES": codes is not None,
+            "HAS_WORDS": whole and into.words.numel() > 0,
+            "HAS_BITS": whole and into.bits.numel() > 0,
+            "HAS_AT": not whole,
+            "FOLD": self.lists.fold,
+        }
+
+
 def row_tiles(
     indices: Tensor,
     candidates: int,
@@ -78,7 +102,7 @@ def rewrite(
             into.words.zero_()
             if not kernel.writes_whole(geometry):
                 into.bits.zero_()
-        kernel.fill(indices, candidates, codes, geometry, lists, into, at)
+        kernel.fill(Source(indices, candidates, codes, geometry, lists), into, at)
         # A backward that was to read what they held before is refused, as after torch's own writes.
         torch.autograd.graph.increment_version(into[:4] if at is not None else into)
         return
@@ -206,7 +230,7 @@ def by_kernel(
     kept = candidates if words else 0
     made = buffers(indices, kept, geometry, lists, whole=kernel.writes_whole(geometry))
     into = opened(made, indices, kept, geometry, lists)
-    kernel.fill(indices, candidates, codes, geometry, lists, into, None)
+    kernel.fill(Source(indices, candidates, codes, geometry, lists), into, None)
     return made, into
 
 

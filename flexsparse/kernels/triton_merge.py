@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.geometry import Geometry
 from flexsparse.kernels.launching import dispatch
-from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.rows import RowTiles, Source
 from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import ceil_div, next_power_of_two
 
@@ -164,35 +164,18 @@ def _merge(
     )  # fmt: skip
 
 
-def fill(
-    indices: Tensor,
-    candidates: int,
-    codes: Tensor | None,
-    geometry: Geometry,
-    lists: Lists,
-    into: RowTiles,
-    at: Tensor | None,
-) -> None:
+def fill(source: Source, into: RowTiles, at: Tensor | None) -> None:
     """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
     lists of these rows alone."""
-    launch(
-        _merge, indices, candidates, codes, geometry, lists, into, at, WHOLE=writes_whole(geometry)
-    )
+    launch(_merge, source, into, at, WHOLE=writes_whole(source.geometry))
 
 
 def launch(
-    kernel: Any,
-    indices: Tensor,
-    candidates: int,
-    codes: Tensor | None,
-    geometry: Geometry,
-    lists: Lists,
-    into: RowTiles,
-    at: Tensor | None,
-    **constants: object,
+    kernel: Any, source: Source, into: RowTiles, at: Tensor | None, **constants: object
 ) -> None:
     """A kernel of some rows of tiles a program, a slot for each tile that their candidates may meet."""
-    batch, heads, sel_rows, kept = indices.shape
+    indices, candidates, codes, geometry, lists = source
+    _, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     listed_rows = rows if at is None else len(at)
     steps = min(max(1, geometry.kv_block // geometry.kv_tile), columns)
@@ -205,9 +188,7 @@ def launch(
         *into[:4], into.bits, indices if at is None else at, sel_rows, kept, rows, listed_rows, columns,
         lanes, candidates, heads, lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         into.partial_idx.shape[-1], *indices.stride(),
-        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
-        HAS_BITS=at is None and into.bits.numel() > 0, HAS_AT=at is not None, FOLD=lists.fold,
+        **source.constants(into, at),
         TILES_DOWN=max(1, min(geometry.q_block // geometry.q_tile, rows)), STEPS=steps,
         INSIDE=max(1, geometry.kv_tile // geometry.kv_block), ROWS=together, WIDTH=width,
         **constants, num_warps=max(1, min(8, together * width // 128)),

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexsparse.kernels.geometry import Geometry, Lists
+from flexsparse.kernels.geometry import Geometry
 from flexsparse.kernels.launching import dispatch
-from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.rows import RowTiles, Source
 from flexsparse.kernels.triton_merge import lines_of
 from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import next_power_of_two
@@ -51,13 +51,13 @@ def _rows(
     sel_rows, kept, rows, columns, lanes, candidates, q_len, kv_len,
     sel_heads, query_heads, list_heads, code_heads, capacity,
     SEL_BATCHED: tl.constexpr, CODE_BATCHED: tl.constexpr, HAS_CODES: tl.constexpr,
-    HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_THESE: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_AT: tl.constexpr,
     FOLD: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
-    if HAS_THESE:
+    if HAS_AT:
         r = tl.load(these + r).to(tl.int32)
     lane = tl.program_id(1)
     # Several lists may be made from one: the first of them writes its words.
@@ -121,17 +121,10 @@ def _rows(
     )
 
 
-def fill(
-    indices: Tensor,
-    candidates: int,
-    codes: Tensor | None,
-    geometry: Geometry,
-    lists: Lists,
-    into: RowTiles,
-    at: Tensor | None,
-) -> None:
+def fill(source: Source, into: RowTiles, at: Tensor | None) -> None:
     """Writes ``into``, whose words are clear; with ``at`` the lists of these rows alone."""
-    batch, heads, sel_rows, kept = indices.shape
+    indices, candidates, codes, geometry, lists = source
+    _, heads, sel_rows, kept = indices.shape
     rows, columns = geometry.tiles
     at_once = max(16, min(_MOST_AT_ONCE, next_power_of_two(geometry.rows_per_tile * kept)))
     width = max(32, next_power_of_two(columns))
@@ -142,9 +135,7 @@ def fill(
         lists.batch * lists.heads, candidates, geometry.q_len, geometry.kv_len, heads,
         lists.query_heads, lists.heads, 1 if codes is None else codes.shape[1],
         into.partial_idx.shape[-1],
-        SEL_BATCHED=batch > 1, CODE_BATCHED=codes is not None and codes.shape[0] > 1,
-        HAS_CODES=codes is not None, HAS_WORDS=at is None and into.words.numel() > 0,
-        HAS_BITS=at is None and into.bits.numel() > 0, HAS_THESE=at is not None, FOLD=lists.fold,
+        **source.constants(into, at),
         Q_BLOCK=min(geometry.q_block, geometry.q_len),
         KV_BLOCK=min(geometry.kv_block, geometry.kv_len),
         Q_TILE=geometry.q_tile, KV_TILE=geometry.kv_tile,

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexsparse.kernels import triton_merge
-from flexsparse.kernels.geometry import Geometry, Lists
-from flexsparse.kernels.rows import RowTiles
+from flexsparse.kernels.geometry import Geometry
+from flexsparse.kernels.rows import RowTiles, Source
 from flexsparse.kernels.triton_merge import job_of, launch, lines_of, write_tiles
 from flexsparse.kernels.triton_words import set_bits
 from flexsparse.shapes import ceil_div
@@ -135,16 +135,8 @@ def _sorted(
     )  # fmt: skip
 
 
-def fill(
-    given: Tensor,
-    candidates: int,
-    codes: Tensor | None,
-    geometry: Geometry,
-    lists: Lists,
-    into: RowTiles,
-    at: Tensor | None,
-) -> None:
+def fill(source: Source, into: RowTiles, at: Tensor | None) -> None:
     """Writes ``into``, whose words are clear, and bits unless they are written whole; with ``at`` the
     lists of these rows alone."""
-    constants = {"WHOLE": writes_whole(geometry), "MET": geometry.rows_per_tile}
-    launch(_sorted, given, candidates, codes, geometry, lists, into, at, **constants)
+    whole, met = writes_whole(source.geometry), source.geometry.rows_per_tile
+    launch(_sorted, source, into, at, WHOLE=whole, MET=met)
