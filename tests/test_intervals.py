@@ -15,7 +15,7 @@ from torch import Tensor
 import flexsparse as fs
 from flexsparse.address import FoldedHeads, Identity
 from flexsparse.coverage import Span, cover, every_tile
-from flexsparse.intervals import Judge, RuleTiles, Runs, lists_of, rule_tiles
+from flexsparse.intervals import Judge, RuleTiles, Runs, lists_of, refine, rule_tiles
 from flexsparse.kernels.compress import compress
 from flexsparse.masks import AttentionSink, Causal, Document, PrefixLM, RightPadding, SlidingWindow
 from flexsparse.occupancy import list_axes
@@ -568,3 +568,21 @@ def test_a_gpu_finds_the_same_tiles(name: str, device: torch.device) -> None:
     for mine, wanted in zip(there.lists, here.lists, strict=True):
         assert torch.equal(mine.cpu(), wanted)
     assert int(there.logical_pairs) == int(here.logical_pairs)
+
+
+@pytest.mark.parametrize("some", [1, 3, 4096])
+@pytest.mark.parametrize("name", [n for n in GALLERY if n != "none"])
+def test_slices_of_queries_change_no_tile(
+    name: str, some: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are asked, of which stretches it is tried, and whether that tells."""
+
+    def tiles() -> tuple[Tensor, Tensor]:
+        grid = fs.Grid(LENGTH, LENGTH, batch=2)
+        made = fs.build_layout(rule=GALLERY[name], grid=grid, heads=(4, 4), block_size=(48, 16))
+        return made.tile_maps()
+
+    wanted = tiles()
+    monkeypatch.setattr(refine, "_MANY", 0)
+    monkeypatch.setattr(refine, "_SOME", some)
+    assert all(torch.equal(a, b) for a, b in zip(tiles(), wanted, strict=True))

@@ -25,6 +25,8 @@ _CUT = 8
 # Open stretches a row from which its queries are asked in slices, and in how many.
 _MANY = 12
 _SLICES = (2, 8)
+# Stretches of which these are asked first, whether it decides any.
+_SOME = 4096
 
 
 def rule_tiles(
@@ -90,17 +92,28 @@ class _Asking(NamedTuple):
 
     def decided(self, stretches: Runs) -> tuple[Runs, Runs, Tensor]:
         """The full stretches, those left open, and of these which may fail."""
-        verdicts = self._verdicts(stretches, 1)
-        full = [those(stretches, verdicts.full)]
-        for slices in (*_SLICES, None):
-            is_open = ~verdicts.full & ~verdicts.empty
-            stretches, may_fail = those(stretches, is_open), verdicts.may_fail[is_open]
-            few = _MANY * self.lists[0] * self.lists[1] * self.judge.span.tiles[0]
-            if slices is None or len(stretches.row) <= few:
-                break
+        full: list[Runs] = []
+
+        def asked(stretches: Runs, slices: int) -> tuple[Runs, Tensor]:
             verdicts = self._verdicts(stretches, slices)
             full.append(those(stretches, verdicts.full))
-        return Runs(*(torch.cat(x) for x in zip(*full, strict=True))), stretches, may_fail
+            is_open = _is_open(verdicts)
+            return those(stretches, is_open), verdicts.may_fail[is_open]
+
+        left, may_fail = asked(stretches, 1)
+        few = _MANY * self.lists[0] * self.lists[1] * self.judge.span.tiles[0]
+        for slices in _SLICES:
+            if len(left.row) > few and self._pays(left, slices):
+                left, may_fail = asked(left, slices)
+        return Runs(*(torch.cat(x) for x in zip(*full, strict=True))), left, may_fail
+
+    def _pays(self, stretches: Runs, slices: int) -> bool:
+        """Whether slices decide any of some stretches, spread over all: of many rules they decide none."""
+        count = len(stretches.row)
+        some = min(count, _SOME)
+        at = torch.arange(some, device=stretches.row.device) * count // some
+        stretches = Runs(*(x[at] for x in stretches))
+        return not bool(_is_open(self._verdicts(stretches, slices)).all())
 
     def _verdicts(self, stretches: Runs, slices: int) -> Verdicts:
         span = self.judge.span
@@ -121,3 +134,7 @@ class _Asking(NamedTuple):
         ]
         full, empty, may_fail = (torch.stack(x) for x in zip(*verdicts, strict=True))
         return Verdicts(full.all(0), empty.all(0), may_fail.any(0))
+
+
+def _is_open(verdicts: Verdicts) -> Tensor:
+    return ~verdicts.full & ~verdicts.empty
